@@ -1,0 +1,1 @@
+"""drawbar: language models far larger than memory, exactly, several tokens per pass."""
