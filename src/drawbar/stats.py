@@ -55,6 +55,10 @@ class Stats:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def since(self, earlier: Stats) -> Stats:
+        """What was added after `earlier` was copied from these."""
+        return Stats(**{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)})
+
     @property
     def tokens_per_pass(self) -> float:
         """Tokens produced, bonus tokens included, for each pass over the target's weights."""

@@ -1,0 +1,100 @@
+"""Probes of the machine: memory, and which row counts make matrix products row invariant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+MAX_ROWS = 256  # rows that a layer computes at a time
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, MAX_ROWS)
+_PROBE_OUTPUTS = 2048  # output columns of a probe; more would only repeat what these show
+
+
+@dataclass(frozen=True, slots=True)
+class RowBuckets:
+    """Row counts at which a row's result does not depend on how many rows there are.
+
+    A pass is padded to the smallest of these that holds it. The largest is always `MAX_ROWS`, so where no other
+    count agrees with it, every pass has that one size.
+    """
+
+    sizes: tuple[int, ...] = (MAX_ROWS,)
+
+    def pad(self, rows: int) -> int:
+        """The rows that a pass of `rows` is padded to: full slices of `MAX_ROWS`, then a bucket for the rest."""
+        full, rest = divmod(rows, MAX_ROWS)
+        return full * MAX_ROWS + (next(size for size in self.sizes if size >= rest) if rest else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """A matrix product that a model computes: [rows, inputs] times [inputs, outputs]."""
+
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    transposed: bool = False  # whether the weight is stored as [inputs, outputs]
+
+
+def row_buckets(shapes: Iterable[ProductShape], device: torch.device | str = "cpu") -> RowBuckets:
+    """Measure, on this machine, which row counts are row invariant for all of these products.
+
+    Every candidate's rows are compared, bit for bit, with the same rows of a product of `MAX_ROWS`.
+    """
+    good = set(_CANDIDATES)
+    generator = torch.Generator().manual_seed(0)
+    for shape in sorted(set(shapes), key=repr):
+        good &= _invariant_rows(shape, sorted(good), generator, device)
+    return RowBuckets(tuple(sorted(good | {MAX_ROWS})))
+
+
+def _invariant_rows(
+    shape: ProductShape, candidates: Sequence[int], generator: torch.Generator, device: torch.device | str
+) -> set[int]:
+    outputs = min(shape.outputs, _PROBE_OUTPUTS)
+    size = (shape.inputs, outputs) if shape.transposed else (outputs, shape.inputs)
+    weight = torch.randn(size, generator=generator).to(device, shape.dtype)
+    weight = weight.t() if shape.transposed else weight
+    rows = torch.randn((MAX_ROWS, shape.inputs), generator=generator).to(device, shape.dtype)
+    reference = torch.nn.functional.linear(rows, weight)
+    good = set()
+    for count in candidates:
+        # The rows in question come last, so that their place in the product differs too.
+        result = torch.nn.functional.linear(rows[MAX_ROWS - count :].clone(), weight)
+        if torch.equal(result, reference[MAX_ROWS - count :]):
+            good.add(count)
+    return good
+
+
+def available_memory() -> int:
+    """Bytes that this process may still use: the machine's available memory, or less where a cgroup caps it."""
+    limits = [_meminfo_available()]
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        cap, used = _read_number(limit), _read_number(usage)
+        if cap is not None and used is not None and cap < 1 << 60:
+            limits.append(max(cap - used, 0))
+    return min(limits)
+
+
+def _meminfo_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _read_number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None

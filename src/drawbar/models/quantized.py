@@ -1,0 +1,76 @@
+"""Weight-only int4 for drafts: round to nearest, one scale and zero point per group of 64 inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+GROUP = 64
+_LEVELS = 15
+# The packed kernel's time grows with each row; beyond this many rows one bfloat16 product on unpacked weights wins.
+_PACKED_ROWS = 48
+
+
+class Int4Linear(nn.Module):
+    """A linear layer in PyTorch's packed int4 format for the CPU.
+
+    Args:
+        weight: [outputs, inputs]; inputs a multiple of 64, outputs a multiple of 16.
+        bias: [outputs] or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.outputs, self.inputs = weight.shape
+        codes, scales, middles = quantize_groups(weight)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.packed = nn.Buffer(packed)
+        # The kernel computes (code - 8) * scale + middle.
+        self.scales = nn.Buffer(torch.stack((scales.t(), middles.t()), dim=-1).contiguous().to(torch.bfloat16))
+        self.bias = None if bias is None else nn.Buffer(bias)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        flat = rows.reshape(-1, self.inputs)
+        result = torch.cat([self._multiply(part) for part in flat.to(torch.bfloat16).split(_PACKED_ROWS)])
+        result = result.to(rows.dtype)
+        if self.bias is not None:
+            result = result + self.bias
+        return result.view(*rows.shape[:-1], self.outputs)
+
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), self.packed, GROUP, self.scales)
+
+
+def fits_int4(weight: torch.Tensor) -> bool:
+    """Whether the packed kernel takes a weight of this shape."""
+    return weight.dim() == 2 and weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0
+
+
+def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round each group of 64 inputs to 16 evenly spaced levels between its least and its largest weight.
+
+    Returns:
+        codes int32 [outputs, inputs] in 0..15, scales and middles float32 [outputs, inputs / 64], where a weight is
+        about `(code - 8) * scale + middle`.
+    """
+    groups = weight.float().view(weight.shape[0], -1, GROUP)
+    low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+    scales = ((high - low) / _LEVELS).clamp_(min=1e-6)
+    codes = ((groups - low) / scales).round_().clamp_(0, _LEVELS).to(torch.int32)
+    middles = low + 8 * scales
+    return codes.view(weight.shape), scales.squeeze(-1), middles.squeeze(-1)
+
+
+def int4_bytes(outputs: int, inputs: int) -> int:
+    """Bytes that a weight of this shape takes in int4."""
+    return outputs * inputs // 2 + outputs * (inputs // GROUP) * 4
+
+
+def quantize_module(module: nn.Module) -> None:
+    """Replace, in place, every linear layer that the kernel takes by its int4 copy."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) and fits_int4(child.weight):
+            setattr(module, name, Int4Linear(child.weight, child.bias))
+        else:
+            quantize_module(child)

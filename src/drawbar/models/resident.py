@@ -1,0 +1,111 @@
+"""A model held in memory whole: the draft, and the reference that the streamed model is tested against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drawbar.config import parse_bytes, format_bytes
+from drawbar.errors import BudgetError, ConfigurationError
+from drawbar.models.checkpoint import OpenCheckpoint, read_once
+from drawbar.models.quantized import fits_int4, int4_bytes, quantize_module
+from drawbar.models.transformer import TransformersModel, set_parameter, total_bytes, workspace_bytes
+from drawbar.models.units import HeldWeights
+
+QUANTIZATIONS = ("none", "int4")
+
+
+class ResidentModel(TransformersModel):
+    """Every weight in memory, optionally in int4."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        quantize: str | None = None,
+        dtype: str = "auto",
+        device: str = "cpu",
+        memory: str | int | None = None,
+    ) -> ResidentModel:
+        """Load a checkpoint layer by layer; quantising, no more than one layer is ever held unquantised.
+
+        Args:
+            name: checkpoint folder or hub id.
+            quantize: None or `int4`.
+            dtype: auto, bfloat16, float16 or float32.
+            device: where to hold it.
+            memory: refuse to load if more than this would be held.
+
+        Raises:
+            DrawbarError: the checkpoint, the option or the budget will not do.
+        """
+        checkpoint = OpenCheckpoint.open(name, dtype)
+        return cls.load(checkpoint, quantize, device, memory)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: OpenCheckpoint,
+        quantize: str | None = None,
+        device: str = "cpu",
+        memory: str | int | None = None,
+    ) -> ResidentModel:
+        """The same from a checkpoint that is already open; the skeleton becomes this model's."""
+        if quantize not in (None, *QUANTIZATIONS):
+            raise ConfigurationError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
+        int4 = quantize == "int4"
+        needed = resident_bytes(checkpoint, quantize)
+        if memory is not None and needed > parse_bytes(memory):
+            raise BudgetError(f"{checkpoint.folder}: holding it takes {format_bytes(needed)}, more than {memory}")
+        model, buckets, place = checkpoint.model, checkpoint.measure_buckets(), torch.device(device)
+        reader = checkpoint.reader()
+        try:
+            for parameters in read_once([[recipe] for recipe in checkpoint.rest], reader):
+                _set_all(model, parameters, place)
+            for layer, parameters in enumerate(read_once(checkpoint.layers, reader)):
+                _set_all(model, parameters, place)
+                if int4:
+                    quantize_module(model.base_model.layers[layer])
+        finally:
+            reader.close()
+        head = model.get_output_embeddings()
+        if int4 and isinstance(head, nn.Linear) and fits_int4(head.weight):
+            holder = nn.ModuleList([head])
+            quantize_module(holder)
+            model.set_output_embeddings(holder[0])
+        return cls(model, buckets, [HeldWeights()] * len(checkpoint.layers), place)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights."""
+        return total_bytes([*self._model.parameters(), *self._model.buffers()])
+
+
+def resident_bytes(checkpoint: OpenCheckpoint, quantize: str | None) -> int:
+    """Bytes that a resident model of this checkpoint will hold, workspace and caches left out."""
+    total = 0
+    for module in checkpoint.model.modules():
+        for parameter in module.parameters(recurse=False):
+            if quantize == "int4" and isinstance(module, nn.Linear) and fits_int4(parameter):
+                total += int4_bytes(*parameter.shape)
+            elif not (quantize != "int4" and _tied_head(checkpoint, module)):
+                total += parameter.numel() * checkpoint.dtype.itemsize
+    return total
+
+
+def _tied_head(checkpoint: OpenCheckpoint, module: nn.Module) -> bool:
+    model = checkpoint.model
+    return module is model.get_output_embeddings() and bool(model.all_tied_weights_keys)
+
+
+def _set_all(model: nn.Module, parameters: dict[str, torch.Tensor], device: torch.device) -> None:
+    moved: dict[int, torch.Tensor] = {}
+    for name, tensor in parameters.items():
+        set_parameter(model, name, moved.setdefault(id(tensor), tensor.to(device)))
+
+
+def draft_workspace(model: ResidentModel, context: int) -> int:
+    """Bytes that passes of this model need beside its weights."""
+    return workspace_bytes(model.config, torch.bfloat16, context)

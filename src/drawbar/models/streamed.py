@@ -1,0 +1,146 @@
+"""The target: a model whose layers are read from disk on every pass, but for those that the budget can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from drawbar.config import format_bytes, parse_bytes
+from drawbar.errors import BudgetError
+from drawbar.hardware import MAX_ROWS, available_memory
+from drawbar.kv_cache import KVCache
+from drawbar.models.checkpoint import OpenCheckpoint, read_once
+from drawbar.models.mapping import Recipe
+from drawbar.models.transformer import (
+    TransformersModel,
+    cache_bytes_per_row,
+    set_parameter,
+    workspace_bytes,
+)
+from drawbar.models.units import HeldWeights, LayerWeights, StreamedWeights
+from drawbar.planner import LayerSize, Placement, place
+from drawbar.weights.stream import StreamCounters, Unit, WeightStream, plan_extents
+
+DEFAULT_CONTEXT = 4096  # rows that caches are planned for, prompt and answer together
+MEMORY_MARGIN = 0.85  # of what is free, where no budget is named
+
+
+def default_budget() -> int:
+    """What is free on this machine, less a margin for the rest of it."""
+    return int(available_memory() * MEMORY_MARGIN)
+
+
+class StreamedModel(TransformersModel):
+    """A causal language model under a memory budget; close it, or use it as a context manager, to stop its reading."""
+
+    _stream: WeightStream | None
+    _placement: Placement
+    _cache_budget: int
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        memory: str | int | None = None,
+        dtype: str = "auto",
+        device: str = "cpu",
+        context: int | None = None,
+    ) -> StreamedModel:
+        """Check a checkpoint, decide what is resident, and start reading.
+
+        Args:
+            name: checkpoint folder or hub id.
+            memory: the budget, as bytes or such as `3GiB`; None takes what is free less a margin.
+            dtype: auto, bfloat16, float16 or float32.
+            device: where to compute.
+            context: rows that the caches are planned for; None plans for 4,096, or the model's context if shorter.
+
+        Raises:
+            DrawbarError: the checkpoint, an option or the budget will not do. No token has been produced then.
+        """
+        budget = default_budget() if memory is None else parse_bytes(memory)
+        return cls.load(OpenCheckpoint.open(name, dtype), budget, device, context)
+
+    @classmethod
+    def load(
+        cls, checkpoint: OpenCheckpoint, budget: int, device: str = "cpu", context: int | None = None
+    ) -> StreamedModel:
+        """The same from a checkpoint that is already open, with the budget in bytes."""
+        model, compute = checkpoint.model, torch.device(device)
+        planned = min(context or DEFAULT_CONTEXT, model.config.max_position_embeddings) + MAX_ROWS
+        cache_budget = planned * cache_bytes_per_row(model, checkpoint.dtype)
+        units = checkpoint.layer_units()
+        sizes = [
+            _layer_size(unit, recipes) for unit, recipes in zip(units, checkpoint.layers, strict=True)
+        ]
+        placement = place(budget, _fixed_bytes(checkpoint, planned) + cache_budget, sizes)
+        buckets = checkpoint.measure_buckets()
+        reader = checkpoint.reader()
+        resident = [checkpoint.layers[index] for index in placement.resident]
+        for parameters in read_once([[recipe] for recipe in checkpoint.rest] + resident, reader):
+            for name, tensor in parameters.items():
+                set_parameter(model, name, tensor.to(compute))
+        stream = None
+        if placement.streamed:
+            stream = WeightStream([units[index] for index in placement.streamed], reader, slots=placement.slots)
+        weights: list[LayerWeights] = [HeldWeights() for _ in units]
+        for place_in_stream, index in enumerate(placement.streamed):
+            assert stream is not None
+            weights[index] = StreamedWeights(
+                stream, place_in_stream, checkpoint.layer_prefix(index), checkpoint.layers[index], compute
+            )
+        self = cls(model, buckets, weights, compute)
+        self._stream, self._reader, self._placement = stream, reader, placement
+        self._cache_budget, self._row_bytes = cache_budget, cache_bytes_per_row(model, checkpoint.dtype)
+        return self
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for one sequence of up to `capacity` rows.
+
+        Raises:
+            BudgetError: it would take more than was planned for caches; says what to do.
+        """
+        needed = capacity * self._row_bytes
+        if needed > self._cache_budget:
+            raise BudgetError(
+                f"a sequence of {capacity} rows takes {format_bytes(needed)} of cache, "
+                f"but {format_bytes(self._cache_budget)} were planned; ask for a context of {capacity}, "
+                "a shorter prompt or fewer new tokens"
+            )
+        return super().new_cache(capacity)
+
+    def counters(self) -> StreamCounters:
+        """Bytes read and seconds waited so far."""
+        return StreamCounters() if self._stream is None else self._stream.counters()
+
+    def close(self) -> None:
+        """Stop reading. The model cannot be used afterwards."""
+        if self._stream is not None:
+            self._stream.close()
+        self._reader.close()
+
+    def __enter__(self) -> StreamedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _layer_size(unit: Unit, recipes: list[Recipe]) -> LayerSize:
+    staged = plan_extents(unit, 4096).nbytes
+    held = sum(recipe.copied_bytes // 2 if recipe.converter else recipe.copied_bytes or _entry_bytes(recipe) for recipe in recipes)
+    return LayerSize(staged, held, sum(recipe.copied_bytes for recipe in recipes))
+
+
+def _entry_bytes(recipe: Recipe) -> int:
+    return sum(entry.nbytes for entry in recipe.entries)
+
+
+def _fixed_bytes(checkpoint: OpenCheckpoint, context: int) -> int:
+    rest = sum(recipe.copied_bytes or _entry_bytes(recipe) for recipe in checkpoint.rest)
+    return rest + workspace_bytes(checkpoint.model.config, checkpoint.dtype, context)
