@@ -23,7 +23,7 @@ ATTENTION_NAME = "drawbar_exact"
 SCORE_BYTES = 48 << 20  # of float64 scores held at a time
 
 # What layers hand over besides the arguments of `exact_attention`, and that changes nothing for inference.
-_HARMLESS = {"position_ids", "use_cache", "output_attentions", "dropout", "is_causal", "cache_position", "logits_to_keep"}
+_HARMLESS = {"position_ids", "output_router_logits", "output_hidden_states", "use_cache", "output_attentions", "dropout", "is_causal", "cache_position", "logits_to_keep"}
 
 
 @dataclass(frozen=True)

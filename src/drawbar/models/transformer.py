@@ -61,7 +61,7 @@ class TransformersModel:
         """An empty cache for one sequence of up to `capacity` rows."""
         return KVCache(self._layers, capacity)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, batch: Sequence[Rows], caches: Sequence[KVCache]) -> list[torch.Tensor]:
         """One pass: for each sequence, the logits of its wanted rows, [len(rows.wanted), vocabulary].
 
