@@ -1,0 +1,119 @@
+"""Between text and token ids: the tokenizer's chat template, and text that grows without ever showing half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from drawbar.errors import CheckpointError, ConfigurationError, PromptError, VocabularyError
+
+_REPLACEMENT = "\ufffd"
+
+Message = Mapping[str, str]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{folder}: there is no usable tokenizer (tokenizer.json and tokenizer_config.json): {reason}"
+        ) from error
+
+
+def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> None:
+    """A draft's ids must mean what the target's mean; how many rows each model pads its table to does not matter.
+
+    Raises:
+        VocabularyError: names a token that differs.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    for token in sorted(ours.keys() | theirs.keys(), key=lambda token: ours.get(token, theirs.get(token, 0))):
+        if ours.get(token) != theirs.get(token):
+            raise VocabularyError(
+                f"the draft {name} has another vocabulary than the target: token {token!r} is "
+                f"{ours.get(token, 'absent')} for the target and {theirs.get(token, 'absent')} for the draft; "
+                "use a draft of the same family, or --draft self-int4"
+            )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Plain text to ids, with the special tokens that the tokenizer puts around it.
+
+    Raises:
+        PromptError: nothing is left to encode.
+    """
+    if not text:
+        raise PromptError("the prompt is empty")
+    return list(tokenizer(text)["input_ids"])
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """A conversation to ids, up to where the assistant speaks; special tokens come from the template alone.
+
+    Raises:
+        ConfigurationError: the model has no chat template, or its template refuses the messages.
+        PromptError: no message, or an empty one from the user.
+    """
+    if not messages or not messages[-1].get("content", "").strip():
+        raise PromptError("the prompt is empty")
+    if not tokenizer.chat_template:
+        raise ConfigurationError("the model has no chat template: use --raw, or give a plain prompt")
+    from jinja2.exceptions import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+    except TemplateError as error:
+        raise ConfigurationError(f"the model's chat template refuses these messages: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Ids to text, special tokens hidden."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class TextStream:
+    """Text of a growing sequence, piece by piece. All pieces together are the text of all tokens.
+
+    What a token adds can depend on the token before it, so each piece is the difference between two decodings that
+    start at the same, earlier token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._start = 0
+        self._shown = 0
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Take in tokens and return the text that is certain now."""
+        self._tokens.extend(tokens)
+        text = self._window(len(self._tokens))
+        if text.endswith(_REPLACEMENT):
+            return ""
+        return self._emit(text)
+
+    def finish(self) -> str:
+        """What is left, also if the last character never became whole."""
+        return self._emit(self._window(len(self._tokens)))
+
+    def _window(self, end: int) -> str:
+        return decode(self._tokenizer, self._tokens[self._start : end])
+
+    def _emit(self, text: str) -> str:
+        shown = self._window(self._shown)
+        piece = text[len(shown) :]
+        # The last token shown stays in the window: it tells the next one whether a space belongs before it.
+        self._start, self._shown = max(self._start, self._shown - 1, 0), len(self._tokens)
+        return piece
