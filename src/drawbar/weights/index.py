@@ -120,7 +120,7 @@ def _is_adapter(name: str) -> bool:
 
 def _find_shards(folder: Path) -> list[Path]:
     """The files that hold the weights where no index file names them."""
-    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    names = sorted(file.name for file in folder.iterdir() if not file.is_dir())  # broken links stay, to be named
     adapters = [name for name in names if _is_adapter(name)]
     shards = [name for name in names if name.endswith(".safetensors") and name not in adapters]
     if not shards:
