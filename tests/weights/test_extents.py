@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawbar.weights.extents import MERGE_GAP, Unit, cut, plan_extents
@@ -30,11 +30,12 @@ def units(draw: st.DrawFn) -> Unit:
     return Unit("unit", tuple(draw(st.permutations(tensors))))
 
 
+@settings(deadline=None)
 @given(unit=units(), alignment=st.sampled_from([1, 512, 4096, 65536]), chunk=st.integers(1, 40))
 def test_every_tensor_lands_whole_where_the_plan_says(unit: Unit, alignment: int, chunk: int) -> None:
     plan = plan_extents(unit, alignment)
     memory: dict[int, tuple[Path, int]] = {}  # a few bytes of the buffer, and which byte of which file they are
-    pieces = [piece for extent in plan.extents for piece in cut(extent, chunk * max(alignment, 1000))]
+    pieces = [piece for extent in plan.extents for piece in cut(extent, chunk * max(alignment, 512))]
     for tensor, place in zip(unit.tensors, plan.places, strict=True):
         for byte in {0, tensor.nbytes // 2, tensor.nbytes - 1} if tensor.nbytes else ():
             inside = [p for p in pieces if p.start <= place + byte < p.start + p.needed]
@@ -47,10 +48,11 @@ def test_every_tensor_lands_whole_where_the_plan_says(unit: Unit, alignment: int
             )
 
 
+@settings(deadline=None)
 @given(unit=units(), alignment=st.sampled_from([1, 512, 4096, 65536]), chunk=st.integers(1, 40))
 def test_reads_are_aligned_disjoint_and_within_the_slot(unit: Unit, alignment: int, chunk: int) -> None:
     plan = plan_extents(unit, alignment)
-    step = chunk * alignment
+    step = chunk * max(alignment, 512)
     end = 0
     for extent in plan.extents:
         pieces = list(cut(extent, step))
@@ -64,6 +66,7 @@ def test_reads_are_aligned_disjoint_and_within_the_slot(unit: Unit, alignment: i
     assert end == plan.nbytes == unit.slot_bytes(alignment)
 
 
+@settings(deadline=None)
 @given(unit=units(), alignment=st.sampled_from([1, 4096]))
 def test_few_bytes_are_read_beside_the_tensors(unit: Unit, alignment: int) -> None:
     plan = plan_extents(unit, alignment)

@@ -287,7 +287,8 @@ def test_stale_index_tensor_in_other_shard(tmp_path: Path) -> None:
     right = save_shards(tmp_path)
     save_shards(tmp_path, right | {"a": right["c"]})
     message = fault(tmp_path)
-    assert f"{INDEX}: the index file is stale: it says that tensor a is in {right['c']}, but it is in {right['a']}" in message
+    assert f"{INDEX}: the index file is stale" in message
+    assert f"it says that tensor a is in {right['c']}, but it is in {right['a']}" in message
     assert "fetch" in message
 
 
@@ -295,7 +296,8 @@ def test_stale_index_tensor_nowhere(tmp_path: Path) -> None:
     right = save_shards(tmp_path)
     save_shards(tmp_path, right | {"e": right["c"]})
     message = fault(tmp_path)
-    assert f"{INDEX}: the index file is stale: it says that tensor e is in {right['c']}, but no shard holds it" in message
+    assert f"{INDEX}: the index file is stale" in message
+    assert f"it says that tensor e is in {right['c']}, but no shard holds it" in message
 
 
 def test_stale_index_lacks_a_tensor(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from drawbar.errors import CheckpointError, ReadError
-from drawbar.weights import reader as module
 from drawbar.weights.reader import PAGE, BufferedReader, DirectReader, Reader, open_reader
 
 SIZE = 10 * PAGE + 123
@@ -89,32 +88,30 @@ def test_goes_on_after_partial_reads(
         buffers[0][given:] = bytes(len(buffers[0]) - given)
         return given
 
-    monkeypatch.setattr(module.os, "preadv", partial)
+    monkeypatch.setattr(os, "preadv", partial)
     room = buffer(4 * PAGE)
     reader.read_into(room, file, PAGE, 4 * PAGE)
     assert room == file.read_bytes()[PAGE : 5 * PAGE]
 
 
 def test_parts_that_never_grow_are_an_error(reader: Reader, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.os, "preadv", lambda descriptor, buffers, offset: 0)
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 0)
     with pytest.raises(ReadError, match="only 0 of"):
         reader.read_into(buffer(PAGE), file, 0, PAGE)
 
 
-def test_failure_of_the_disk_names_file_and_offset(
-    reader: Reader, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_of_the_disk_names_file_and_offset(reader: Reader, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(module.os, "preadv", fails)
+    monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(ReadError, match=rf"{file}: reading at offset {PAGE} failed: Input/output error") as caught:
         reader.read_into(buffer(PAGE), file, PAGE, PAGE)
     assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_absent_file(reader: Reader, tmp_path: Path) -> None:
-    with pytest.raises(ReadError, match="absent.*offset 0.*No such file"):
+    with pytest.raises(ReadError, match=r"absent.*offset 0.*No such file"):
         reader.read_into(buffer(PAGE), tmp_path / "absent", 0, PAGE)
 
 
@@ -159,7 +156,7 @@ def test_close_leaves_reads_under_way_their_descriptor(
         assert go_on.wait(10)
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(module.os, "preadv", slow)
+    monkeypatch.setattr(os, "preadv", slow)
     room, before = buffer(PAGE), len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read_into, room, file, 0, PAGE)
@@ -179,7 +176,7 @@ def test_open_reader_falls_back_where_direct_reads_are_refused(file: Path, monke
             raise OSError(22, "Invalid argument")
         return real(path, flags)
 
-    monkeypatch.setattr(module.os, "open", refuses)
+    monkeypatch.setattr(os, "open", refuses)
     assert isinstance(open_reader([file]), BufferedReader)
 
 
@@ -188,7 +185,7 @@ def test_open_reader_takes_short_files(tmp_path: Path) -> None:
     opened = open_reader([tmp_path / "short"])
     room = buffer(PAGE)
     opened.read_into(room, tmp_path / "short", 0, 3)
-    assert room[:3] == b"abc"
+    assert bytes(room[:3]) == b"abc"
     opened.close()
 
 
@@ -198,5 +195,5 @@ def test_open_reader_names_a_file_that_cannot_be_read(file: Path, tmp_path: Path
 
 
 def test_open_reader_without_direct_reads_on_this_platform(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(module.os, "O_DIRECT")
+    monkeypatch.delattr(os, "O_DIRECT")
     assert isinstance(open_reader([file]), BufferedReader)
