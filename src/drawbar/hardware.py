@@ -11,7 +11,8 @@ import torch
 
 MAX_ROWS = 256  # rows that a layer computes at a time
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, MAX_ROWS)
-_PROBE_OUTPUTS = 2048  # output columns of a probe; more would only repeat what these show
+_PROBE_ELEMENTS = 4 << 20  # weights of a probe: outputs are cut to this, inputs are not
+_PROBES = 16  # products compared for each row count
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +56,41 @@ def row_buckets(shapes: Iterable[ProductShape], device: torch.device | str = "cp
 def _invariant_rows(
     shape: ProductShape, candidates: Sequence[int], generator: torch.Generator, device: torch.device | str
 ) -> set[int]:
-    outputs = min(shape.outputs, _PROBE_OUTPUTS)
-    size = (shape.inputs, outputs) if shape.transposed else (outputs, shape.inputs)
-    weight = torch.randn(size, generator=generator).to(device, shape.dtype)
-    weight = weight.t() if shape.transposed else weight
-    rows = torch.randn((MAX_ROWS, shape.inputs), generator=generator).to(device, shape.dtype)
-    reference = torch.nn.functional.linear(rows, weight)
-    good = set()
-    for count in candidates:
-        # The rows in question come last, so that their place in the product differs too.
-        result = torch.nn.functional.linear(rows[MAX_ROWS - count :].clone(), weight)
-        if torch.equal(result, reference[MAX_ROWS - count :]):
-            good.add(count)
-    return good
+    outputs = max(16, min(shape.outputs, _PROBE_ELEMENTS // shape.inputs))
+    rows, weight = _cancelling(shape.inputs, outputs, generator)
+    rows, weight = rows.to(device, shape.dtype), weight.to(device, shape.dtype)
+    weight = weight.t().contiguous().t() if shape.transposed else weight
+    reference = torch.nn.functional.linear(rows[None], weight)[0]
+    return {count for count in candidates if _agrees(rows, weight, reference, count)}
+
+
+def _cancelling(inputs: int, outputs: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and weights whose products are sums of terms that cancel, in a random order.
+
+    What such a sum comes to is its rounding errors, so that two orders of summation hardly ever agree; on other data
+    most of the difference would be rounded away, and a few rows in a hundred would show it.
+    """
+    half = inputs // 2
+    order = torch.randperm(2 * half, generator=generator)
+    rows, weight = torch.zeros((MAX_ROWS, inputs)), torch.zeros((outputs, inputs))
+    left = torch.randn((MAX_ROWS, half), generator=generator)
+    right = torch.randn((outputs, half), generator=generator)
+    rows[:, order] = torch.cat((left, -left), dim=1)
+    weight[:, order] = torch.cat((right, right), dim=1)
+    return rows, weight
+
+
+def _agrees(rows: torch.Tensor, weight: torch.Tensor, reference: torch.Tensor, count: int) -> bool:
+    """Whether products of `count` rows, wherever those rows stood, have the bits of the product of all rows."""
+    starts = range(0, MAX_ROWS - count + 1, count)
+    picked = starts[:: max(1, len(starts) // _PROBES)]
+    return all(
+        torch.equal(
+            torch.nn.functional.linear(rows[None, start : start + count].clone(), weight)[0],
+            reference[start : start + count],
+        )
+        for start in picked
+    )
 
 
 def available_memory() -> int:
