@@ -14,10 +14,10 @@ from drawbar.config import DEFAULT_MAX_NEW_TOKENS, SamplingParams, SpeculationCo
 from drawbar.decoder import DecoderOutput, FinishReason, Generation, SpeculativeDecoder
 from drawbar.drafting.base import Drafter
 from drawbar.drafting.model import ModelDrafter
-from drawbar.errors import BudgetError, CheckpointError, GenerationError
+from drawbar.errors import BudgetError, CheckpointError
 from drawbar.hardware import MAX_ROWS
 from drawbar.models.checkpoint import OpenCheckpoint
-from drawbar.models.loading import max_context
+from drawbar.models.loading import max_context, resolve_checkpoint
 from drawbar.models.resident import ResidentModel, resident_bytes
 from drawbar.models.streamed import StreamedModel, default_budget
 from drawbar.models.transformer import cache_bytes_per_row, workspace_bytes
@@ -111,7 +111,7 @@ class Engine:
         tokenizer = load_tokenizer(checkpoint.folder)
         generation = _generation_config(checkpoint.folder)
         context = min(context, max_context(checkpoint.model.config))
-        plan = _DraftPlan.decide(checkpoint, name, draft, draft_quantize, budget, context, tokenizer)
+        plan = _DraftPlan.decide(checkpoint, draft, draft_quantize, budget, context, tokenizer)
         model = plan.load(device)
         target = StreamedModel.load(checkpoint, budget - plan.nbytes, device, context)
         drafter = None if model is None else ModelDrafter(model)
@@ -227,6 +227,18 @@ class Engine:
         self.close()
 
 
+def needed_context(name: str | Path, prompt: str | Sequence[Message], max_new_tokens: int) -> int:
+    """Tokens, prompt and answer together, that this request takes: what to plan caches for.
+
+    Raises:
+        CheckpointError: there is no usable tokenizer.
+        PromptError, ConfigurationError: the prompt is empty or cannot be put into the chat template.
+    """
+    tokenizer = load_tokenizer(resolve_checkpoint(name))
+    tokens = encode(tokenizer, prompt) if isinstance(prompt, str) else encode_chat(tokenizer, prompt)
+    return len(tokens) + max_new_tokens
+
+
 @dataclass(frozen=True)
 class _DraftPlan:
     """Which draft, and what it takes."""
@@ -240,7 +252,6 @@ class _DraftPlan:
     def decide(
         cls,
         target: OpenCheckpoint,
-        target_name: str | Path,
         draft: str | Path | None,
         quantize: str | None,
         budget: int,
@@ -286,6 +297,3 @@ def _generation_config(folder: Path) -> GenerationConfig:
     except (OSError, ValueError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{folder / 'generation_config.json'}: cannot be read: {reason}") from error
-
-
-__all__ = ["Engine", "EngineOutput", "GenerationError"]

@@ -50,6 +50,15 @@ class Recipe:
         (dtype,) = self.targets.values()
         return 0 if entry.dtype == dtype else entry.nbytes // entry.dtype.itemsize * dtype.itemsize
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the parameters once made."""
+        return sum(
+            entry.nbytes // entry.dtype.itemsize * (dtype.itemsize if entry.dtype.is_floating_point else entry.dtype.itemsize)
+            for entry in self.entries
+            for dtype in list(self.targets.values())[:1]
+        )
+
     def build(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters, from tensors by checkpoint name. A tensor that needs no change is not copied."""
         if self.converter is None:

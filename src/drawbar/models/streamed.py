@@ -11,7 +11,7 @@ from drawbar.errors import BudgetError
 from drawbar.hardware import MAX_ROWS, available_memory
 from drawbar.kv_cache import KVCache
 from drawbar.models.checkpoint import OpenCheckpoint, read_once
-from drawbar.models.mapping import Recipe
+from drawbar.models.loading import max_context
 from drawbar.models.transformer import (
     TransformersModel,
     cache_bytes_per_row,
@@ -20,7 +20,8 @@ from drawbar.models.transformer import (
 )
 from drawbar.models.units import HeldWeights, LayerWeights, StreamedWeights
 from drawbar.planner import LayerSize, Placement, place
-from drawbar.weights.stream import StreamCounters, Unit, WeightStream, plan_extents
+from drawbar.weights.reader import PAGE, Reader
+from drawbar.weights.stream import StreamCounters, WeightStream, plan_extents
 
 DEFAULT_CONTEXT = 4096  # rows that caches are planned for, prompt and answer together
 MEMORY_MARGIN = 0.85  # of what is free, where no budget is named
@@ -68,13 +69,9 @@ class StreamedModel(TransformersModel):
     ) -> StreamedModel:
         """The same from a checkpoint that is already open, with the budget in bytes."""
         model, compute = checkpoint.model, torch.device(device)
-        planned = min(context or DEFAULT_CONTEXT, model.config.max_position_embeddings) + MAX_ROWS
-        cache_budget = planned * cache_bytes_per_row(model, checkpoint.dtype)
         units = checkpoint.layer_units()
-        sizes = [
-            _layer_size(unit, recipes) for unit, recipes in zip(units, checkpoint.layers, strict=True)
-        ]
-        placement = place(budget, _fixed_bytes(checkpoint, planned) + cache_budget, sizes)
+        cache_budget = _cache_bytes(checkpoint, context)
+        placement = place(budget, _fixed_bytes(checkpoint, context), _layer_sizes(checkpoint))
         buckets = checkpoint.measure_buckets()
         reader = checkpoint.reader()
         resident = [checkpoint.layers[index] for index in placement.resident]
@@ -94,6 +91,12 @@ class StreamedModel(TransformersModel):
         self._stream, self._reader, self._placement = stream, reader, placement
         self._cache_budget, self._row_bytes = cache_budget, cache_bytes_per_row(model, checkpoint.dtype)
         return self
+
+    @staticmethod
+    def least_budget(checkpoint: OpenCheckpoint, context: int | None = None) -> int:
+        """Bytes below which `load` refuses."""
+        sizes = _layer_sizes(checkpoint)
+        return _fixed_bytes(checkpoint, context) + max(size.staged + size.copied for size in sizes)
 
     @property
     def placement(self) -> Placement:
@@ -131,16 +134,28 @@ class StreamedModel(TransformersModel):
         self.close()
 
 
-def _layer_size(unit: Unit, recipes: list[Recipe]) -> LayerSize:
-    staged = plan_extents(unit, 4096).nbytes
-    held = sum(recipe.copied_bytes // 2 if recipe.converter else recipe.copied_bytes or _entry_bytes(recipe) for recipe in recipes)
-    return LayerSize(staged, held, sum(recipe.copied_bytes for recipe in recipes))
+def _layer_sizes(checkpoint: OpenCheckpoint) -> list[LayerSize]:
+    pairs = zip(checkpoint.layer_units(), checkpoint.layers, strict=True)
+    return [
+        LayerSize(
+            plan_extents(unit, PAGE).nbytes,
+            sum(recipe.held_bytes for recipe in recipes),
+            sum(recipe.copied_bytes for recipe in recipes),
+        )
+        for unit, recipes in pairs
+    ]
 
 
-def _entry_bytes(recipe: Recipe) -> int:
-    return sum(entry.nbytes for entry in recipe.entries)
+def _rows(checkpoint: OpenCheckpoint, context: int | None) -> int:
+    return min(context or DEFAULT_CONTEXT, max_context(checkpoint.model.config)) + MAX_ROWS
 
 
-def _fixed_bytes(checkpoint: OpenCheckpoint, context: int) -> int:
-    rest = sum(recipe.copied_bytes or _entry_bytes(recipe) for recipe in checkpoint.rest)
-    return rest + workspace_bytes(checkpoint.model.config, checkpoint.dtype, context)
+def _cache_bytes(checkpoint: OpenCheckpoint, context: int | None) -> int:
+    return _rows(checkpoint, context) * cache_bytes_per_row(checkpoint.model, checkpoint.dtype)
+
+
+def _fixed_bytes(checkpoint: OpenCheckpoint, context: int | None) -> int:
+    """What is needed whatever is streamed: embedding, norms, head, caches and workspace."""
+    rest = sum(recipe.held_bytes for recipe in checkpoint.rest)
+    workspace = workspace_bytes(checkpoint.model.config, checkpoint.dtype, _rows(checkpoint, context))
+    return rest + workspace + _cache_bytes(checkpoint, context)
