@@ -90,9 +90,8 @@ class Schedule:
         """The settled head. If it failed, its slot is free again and nothing is loaded until the next `aim`."""
         load = self._queue.popleft()
         if load.error is not None:
-            self._drop(load)
             self._drop_all()
-            self._next = None
+            self._drop(load)
         return load
 
     def give_back(self, load: Load) -> None:
@@ -105,6 +104,7 @@ class Schedule:
             self._next = (self._next + 1) % len(self._chunks)
 
     def _drop_all(self) -> None:
+        """Leaves the slots empty until `_next` is set again."""
         # Before slots are released: `_release` fills them again, and these would be dropped in their turn.
         self._next = None
         while self._queue:
