@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -144,7 +145,7 @@ class WeightStream:
         # A thread still in a read keeps the memory that it reads into alive, so this is safe even then.
         self._prefetch.free()
 
-    def __enter__(self) -> WeightStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,7 +176,7 @@ class _Prefetch:
             error: BaseException | None = None
             try:
                 self._reader.read_into(buffer, extent.file, extent.offset, extent.needed)
-            except BaseException as failure:  # of whatever kind: it belongs to the consumer, which raises it
+            except BaseException as failure:  # noqa: BLE001 - it belongs to the consumer, which raises it
                 error = failure
             self._end(load, extent, error)
             del load, buffer, work, error  # an idle thread must not keep a slot's memory alive
