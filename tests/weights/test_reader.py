@@ -39,7 +39,7 @@ def buffer(nbytes: int) -> memoryview:
 
 def test_reads_every_aligned_range(reader: Reader, file: Path) -> None:
     content = file.read_bytes()
-    for first in range(0, 11):
+    for first in range(11):
         for pages in range(1, 12 - first):
             room, offset = buffer(pages * PAGE), first * PAGE
             needed = min(pages * PAGE, SIZE - offset)
