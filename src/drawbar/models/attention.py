@@ -8,7 +8,7 @@ removes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Span:
     rows: Rows
     cache: KVCache
     start: int
+    _blocked: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def end(self) -> int:
@@ -62,6 +63,13 @@ class Span:
         held = torch.tensor([context - 1 + depth for depth in self.cache.node_depths], dtype=torch.long)
         return torch.cat((torch.arange(context), held, self.positions()))
 
+    def blocked(self, first: int, last: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """The complement of `mask`; made once for all the layers of a pass."""
+        key = (first, last, window)
+        if key not in self._blocked:
+            self._blocked[key] = ~self.mask(first, last, window).to(device)
+        return self._blocked[key]
+
     def mask(self, first: int, last: int, window: int | None) -> torch.Tensor:
         """Bool [last - first, base + last]: the keys that rows `first` to `last` (within the span) see."""
         chain, keys = len(self.rows.chain), self.base + last
@@ -82,12 +90,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a pass that a layer computes at a time: pass rows `first` to `last`, padded to `padded` rows."""
+    """The part of a pass that a layer computes at a time: pass rows `first` to `last`, padded to `padded` rows.
+
+    `precision` is what attention computes in: float64, but for drafts that need not be exact.
+    """
 
     spans: Sequence[Span]
     first: int
     last: int
     padded: int
+    precision: torch.dtype = torch.float64
 
     def parts(self) -> list[tuple[Span, int, int]]:
         """The spans that this slice touches, with the rows, counted within the span, that it holds of each."""
@@ -145,10 +157,11 @@ def exact_attention(
             query[0, :, row : row + last - first],
             key[0, :, offset : offset + held],
             value[0, :, offset : offset + held],
-            span.mask(first, last, sliding_window),
+            span.blocked(first, last, sliding_window, query.device),
             scaling,
             softcap,
             s_aux,
+            layout.precision,
         )
         offset += held
     return output[None], None
@@ -158,33 +171,33 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
+    blocked: torch.Tensor,
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    precision: torch.dtype,
 ) -> torch.Tensor:
     """One sequence: query [heads, rows, width], key and value [key heads, keys, width] -> [rows, heads, width]."""
     heads, rows, width = query.shape
     key_heads, keys, _ = key.shape
     group = heads // key_heads
     output = query.new_empty((rows, heads, value.shape[2]))
-    blocked = ~mask
     step = max(1, min(rows, SCORE_BYTES // (8 * group * keys)))
     heads_step = max(1, SCORE_BYTES // (8 * group * keys * step))
     for head in range(0, key_heads, heads_step):
-        key64 = key[head : head + heads_step].double().transpose(1, 2)
-        value64 = value[head : head + heads_step].double()
-        count = len(key64)
+        wide_key = key[head : head + heads_step].to(precision).transpose(1, 2)
+        wide_value = value[head : head + heads_step].to(precision)
+        count = len(wide_key)
         for row in range(0, rows, step):
-            part = query[head * group : (head + count) * group, row : row + step].double()
-            scores = torch.matmul(part.reshape(count, -1, width), key64).mul_(scaling)
+            part = query[head * group : (head + count) * group, row : row + step].to(precision)
+            scores = torch.matmul(part.reshape(count, -1, width), wide_key).mul_(scaling)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
             scores = scores.view(count, group, -1, keys)
             scores.masked_fill_(blocked[row : row + step], -torch.inf)
-            sink = None if sinks is None else sinks[head * group : (head + count) * group].double().view(count, group, 1, 1)
+            sink = None if sinks is None else sinks[head * group : (head + count) * group].to(precision).view(count, group, 1, 1)
             weights = _softmax(scores, sink).view(count, -1, keys)
-            mixed = torch.matmul(weights, value64).view(count * group, -1, value.shape[2])
+            mixed = torch.matmul(weights, wide_value).view(count * group, -1, value.shape[2])
             output[row : row + step, head * group : (head + count) * group] = mixed.transpose(0, 1).to(output.dtype)
     return output
 

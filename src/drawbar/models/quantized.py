@@ -7,8 +7,6 @@ from torch import nn
 
 GROUP = 64
 _LEVELS = 15
-# The packed kernel's time grows with each row; beyond this many rows one bfloat16 product on unpacked weights wins.
-_PACKED_ROWS = 48
 
 
 class Int4Linear(nn.Module):
@@ -32,14 +30,13 @@ class Int4Linear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         flat = rows.reshape(-1, self.inputs)
-        result = torch.cat([self._multiply(part) for part in flat.to(torch.bfloat16).split(_PACKED_ROWS)])
-        result = result.to(rows.dtype)
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            flat.to(torch.bfloat16).contiguous(), self.packed, GROUP, self.scales
+        )
+        result = product.to(rows.dtype)
         if self.bias is not None:
             result = result + self.bias
         return result.view(*rows.shape[:-1], self.outputs)
-
-    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), self.packed, GROUP, self.scales)
 
 
 def fits_int4(weight: torch.Tensor) -> bool:

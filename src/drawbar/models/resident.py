@@ -75,7 +75,9 @@ class ResidentModel(TransformersModel):
             holder = nn.ModuleList([head])
             quantize_module(holder)
             model.set_output_embeddings(holder[0])
-        return cls(model, buckets, [HeldWeights()] * len(checkpoint.layers), place)
+        # An int4 copy is no reference for anything: its attention may be quick.
+        precision = torch.float32 if int4 else torch.float64
+        return cls(model, buckets, [HeldWeights()] * len(checkpoint.layers), place, precision)
 
     @property
     def nbytes(self) -> int:

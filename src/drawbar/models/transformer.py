@@ -25,6 +25,7 @@ class TransformersModel:
         buckets: row counts that are row invariant here.
         weights: for each layer, where its weights come from.
         device: where to compute.
+        precision: what attention computes in; anything but float64 is not exact.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class TransformersModel:
         buckets: RowBuckets,
         weights: Sequence[LayerWeights],
         device: torch.device,
+        precision: torch.dtype = torch.float64,
     ) -> None:
         self._model = skeleton
         self._buckets = buckets
         self._device = device
+        self._precision = precision
         self._max_context = max_context(skeleton.config)
         self.passes = 0
         layers = skeleton.base_model.layers
@@ -70,7 +73,7 @@ class TransformersModel:
             UnsupportedModelError: the model's layers did not run the way drawbar needs.
             ReadError: weights could not be read.
         """
-        plan = PassPlan.of(batch, caches, self._buckets)
+        plan = PassPlan.of(batch, caches, self._buckets, self._precision)
         tokens, positions, wanted = self._inputs(plan)
         output = self._model(
             input_ids=tokens, position_ids=positions, cache=plan, use_cache=True, logits_to_keep=wanted

@@ -35,7 +35,13 @@ class PassPlan:
     updates: int = 0
 
     @classmethod
-    def of(cls, batch: Sequence[Rows], caches: Sequence[KVCache], buckets: RowBuckets) -> PassPlan:
+    def of(
+        cls,
+        batch: Sequence[Rows],
+        caches: Sequence[KVCache],
+        buckets: RowBuckets,
+        precision: torch.dtype = torch.float64,
+    ) -> PassPlan:
         """The plan for these rows, sequence behind sequence."""
         spans, start = [], 0
         for rows, cache in zip(batch, caches, strict=True):
@@ -43,7 +49,7 @@ class PassPlan:
             start += len(rows)
         padded = buckets.pad(start)
         slices = [
-            Slice(spans, first, min(first + MAX_ROWS, start), min(MAX_ROWS, padded - first))
+            Slice(spans, first, min(first + MAX_ROWS, start), min(MAX_ROWS, padded - first), precision)
             for first in range(0, start, MAX_ROWS)
         ]
         return cls(slices, buckets.pad)
