@@ -52,7 +52,9 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; read from stdin when absent or '-'.")] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="none, self-int4, or a folder or hub id. [default: self-int4 if the budget holds it, else none]"),
+        typer.Option(
+            help="none, self-int4, or a folder or hub id. [default: self-int4 if the budget holds it, else none]"
+        ),
     ] = None,
     draft_quantize: Annotated[
         Quantization, typer.Option(help="Quantise a draft that is given by folder or hub id.")
@@ -65,7 +67,9 @@ def generate(
         float | None, typer.Option(help="0 is greedy. [default: the model's generation_config]")
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens of this total probability.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among the likeliest tokens of this total probability.")
+    ] = None,
     min_p: Annotated[
         float | None, typer.Option(help="Draw among tokens at least this fraction as likely as the likeliest.")
     ] = None,
@@ -84,7 +88,9 @@ def generate(
     context: Annotated[
         int | None, typer.Option(help="Tokens that caches are planned for. [default: what the prompt and answer need]")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="A system message ahead of the prompt.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.auto,  # type: ignore[attr-defined]
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
@@ -120,7 +126,9 @@ def generate(
         )
     with engine:
         if draft is None:
-            console.line(f"draft: {engine.draft}" + ("" if engine.draft != "none" else " (the budget holds no int4 copy)"))
+            console.line(
+                f"draft: {engine.draft}" + ("" if engine.draft != "none" else " (the budget holds no int4 copy)")
+            )
         sampling = _sampling(engine.default_sampling(), temperature, top_k, top_p, min_p, seed)
         answer = _Answer(engine, console, model, config, as_json)
         answer.run(messages, max_new_tokens, sampling)

@@ -118,15 +118,25 @@ class SpeculationConfig:
         for name in ("tree_size", "tree_width", "tree_depth", "branching"):
             value = getattr(self, name)
             if value != int(value) or value < 1:
-                raise ConfigurationError(f"{name} must be a whole number, 1 or more, not {value} (draft='none' drafts nothing)")
+                raise ConfigurationError(
+                    f"{name} must be a whole number, 1 or more, not {value} (draft='none' drafts nothing)"
+                )
         if self.acceptance not in ACCEPTANCE_RULES:
-            raise ConfigurationError(f"acceptance must be one of {', '.join(ACCEPTANCE_RULES)}, not {self.acceptance!r}")
+            raise ConfigurationError(
+                f"acceptance must be one of {', '.join(ACCEPTANCE_RULES)}, not {self.acceptance!r}"
+            )
         if (self.acceptance == "threshold") != (self.acceptance_threshold is not None):
             raise ConfigurationError("acceptance_threshold goes with acceptance='threshold', and only with it")
         if self.acceptance_threshold is not None and not 0 < self.acceptance_threshold <= 1:
-            raise ConfigurationError(f"acceptance_threshold must lie above 0 and at most at 1, not {self.acceptance_threshold}")
-        if self.draft_temperature is not None and not (math.isfinite(self.draft_temperature) and self.draft_temperature >= 0):
-            raise ConfigurationError(f"draft_temperature must be a finite number, 0 or more, not {self.draft_temperature}")
+            raise ConfigurationError(
+                f"acceptance_threshold must lie above 0 and at most at 1, not {self.acceptance_threshold}"
+            )
+        if self.draft_temperature is not None and not (
+            math.isfinite(self.draft_temperature) and self.draft_temperature >= 0
+        ):
+            raise ConfigurationError(
+                f"draft_temperature must be a finite number, 0 or more, not {self.draft_temperature}"
+            )
         if not self.min_gain >= 0:
             raise ConfigurationError(f"min_gain must be 0 or more, not {self.min_gain}")
 

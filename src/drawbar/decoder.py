@@ -179,7 +179,9 @@ class SpeculativeDecoder:
             raise PromptError("the prompt is empty: it must hold at least one token")
         for token in tokens:
             if not 0 <= token < self.target.vocab_size:
-                raise PromptError(f"token id {token} in the prompt lies outside the vocabulary of {self.target.vocab_size}")
+                raise PromptError(
+                    f"token id {token} in the prompt lies outside the vocabulary of {self.target.vocab_size}"
+                )
         if len(tokens) >= self.target.max_context:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens, and the model's context of {self.target.max_context} "

@@ -54,7 +54,9 @@ class TokenTree:
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        return {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))}
+        return {
+            (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
+        }
 
     @cached_property
     def _children_of(self) -> dict[int, list[int]]:

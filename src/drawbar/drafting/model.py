@@ -204,7 +204,9 @@ class _Growth:
         sampler: Sampler = self.request.sampler
         position = len(self.request.context) - 1
         rows = [
-            sampler.noise(position + depth, width) if purpose is None else sampler.noise(position + depth, width, purpose)
+            sampler.noise(position + depth, width)
+            if purpose is None
+            else sampler.noise(position + depth, width, purpose)
             for depth in depths
         ]
         return torch.stack(rows)

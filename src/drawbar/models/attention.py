@@ -23,7 +23,17 @@ ATTENTION_NAME = "drawbar_exact"
 SCORE_BYTES = 48 << 20  # of float64 scores held at a time
 
 # What layers hand over besides the arguments of `exact_attention`, and that changes nothing for inference.
-_HARMLESS = {"position_ids", "output_router_logits", "output_hidden_states", "use_cache", "output_attentions", "dropout", "is_causal", "cache_position", "logits_to_keep"}
+_HARMLESS = {
+    "position_ids",
+    "output_router_logits",
+    "output_hidden_states",
+    "use_cache",
+    "output_attentions",
+    "dropout",
+    "is_causal",
+    "cache_position",
+    "logits_to_keep",
+}
 
 
 @dataclass(frozen=True)
@@ -195,7 +205,11 @@ def _attend(
                 scores.div_(softcap).tanh_().mul_(softcap)
             scores = scores.view(count, group, -1, keys)
             scores.masked_fill_(blocked[row : row + step], -torch.inf)
-            sink = None if sinks is None else sinks[head * group : (head + count) * group].to(precision).view(count, group, 1, 1)
+            sink = (
+                None
+                if sinks is None
+                else sinks[head * group : (head + count) * group].to(precision).view(count, group, 1, 1)
+            )
             weights = _softmax(scores, sink).view(count, -1, keys)
             mixed = torch.matmul(weights, wide_value).view(count * group, -1, value.shape[2])
             output[row : row + step, head * group : (head + count) * group] = mixed.transpose(0, 1).to(output.dtype)

@@ -151,9 +151,13 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
             )
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise UnsupportedModelError(f"{config.model_type}: not a causal language model drawbar can run: {reason}") from error
+        raise UnsupportedModelError(
+            f"{config.model_type}: not a causal language model drawbar can run: {reason}"
+        ) from error
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(f"{config.model_type}: its layers take no attention function, so they cannot run a tree")
+        raise UnsupportedModelError(
+            f"{config.model_type}: its layers take no attention function, so they cannot run a tree"
+        )
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{config.model_type}: keeps a recurrent state, which cannot be rolled back")
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
@@ -161,6 +165,8 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS_NAME)
     elif any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise UnsupportedModelError(f"{config.model_type}: its experts take no experts function, so they cannot be exact")
+        raise UnsupportedModelError(
+            f"{config.model_type}: its experts take no experts function, so they cannot be exact"
+        )
     model.eval().requires_grad_(False)
     return model

@@ -54,7 +54,9 @@ class Recipe:
     def held_bytes(self) -> int:
         """Bytes of the parameters once made."""
         return sum(
-            entry.nbytes // entry.dtype.itemsize * (dtype.itemsize if entry.dtype.is_floating_point else entry.dtype.itemsize)
+            entry.nbytes
+            // entry.dtype.itemsize
+            * (dtype.itemsize if entry.dtype.is_floating_point else entry.dtype.itemsize)
             for entry in self.entries
             for dtype in list(self.targets.values())[:1]
         )
@@ -128,7 +130,9 @@ def _collect(model: PreTrainedModel, index: CheckpointIndex, state: Mapping[str,
         recipe.targets = dict.fromkeys(_targets(target, recipe, index), torch.float32)
     unknown = sorted({name for recipe in recipes.values() for name in recipe.targets} - set(state))
     if unknown:
-        raise CheckpointError(f"{index.folder}: {_listed(unknown)} in the checkpoint, but not in {type(model).__name__}")
+        raise CheckpointError(
+            f"{index.folder}: {_listed(unknown)} in the checkpoint, but not in {type(model).__name__}"
+        )
     return list(recipes.values())
 
 

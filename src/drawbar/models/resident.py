@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawbar.config import parse_bytes, format_bytes
+from drawbar.config import format_bytes, parse_bytes
 from drawbar.errors import BudgetError, ConfigurationError
 from drawbar.models.checkpoint import OpenCheckpoint, read_once
 from drawbar.models.quantized import fits_int4, int4_bytes, quantize_module

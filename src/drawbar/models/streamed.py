@@ -20,7 +20,7 @@ from drawbar.models.transformer import (
 )
 from drawbar.models.units import HeldWeights, LayerWeights, StreamedWeights
 from drawbar.planner import LayerSize, Placement, place
-from drawbar.weights.reader import PAGE, Reader
+from drawbar.weights.reader import PAGE
 from drawbar.weights.stream import StreamCounters, WeightStream, plan_extents
 
 DEFAULT_CONTEXT = 4096  # rows that caches are planned for, prompt and answer together

@@ -176,7 +176,7 @@ class _Prefetch:
             error: BaseException | None = None
             try:
                 self._reader.read_into(buffer, extent.file, extent.offset, extent.needed)
-            except BaseException as failure:  # noqa: BLE001 - it belongs to the consumer, which raises it
+            except BaseException as failure:
                 error = failure
             self._end(load, extent, error)
             del load, buffer, work, error  # an idle thread must not keep a slot's memory alive
