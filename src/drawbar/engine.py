@@ -145,9 +145,10 @@ class Engine:
         """Ids of a plain text, of ids as they are, or of a conversation."""
         if isinstance(prompt, str):
             return encode(self.tokenizer, prompt)
-        if prompt and isinstance(prompt[0], int):
-            return [int(token) for token in prompt]  # type: ignore[call-overload]
-        return encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+        tokens = [part for part in prompt if isinstance(part, int)]
+        if tokens and len(tokens) == len(prompt):
+            return tokens
+        return encode_chat(self.tokenizer, [part for part in prompt if not isinstance(part, int)])
 
     def open(
         self,
@@ -284,7 +285,7 @@ class _DraftPlan:
 
 def _draft_bytes(checkpoint: OpenCheckpoint, quantize: str | None, context: int) -> int:
     rows = min(context, max_context(checkpoint.model.config)) + MAX_ROWS
-    caches = rows * cache_bytes_per_row(checkpoint.model, checkpoint.dtype)
+    caches = rows * cache_bytes_per_row(checkpoint.model.config, checkpoint.dtype)
     workspace = workspace_bytes(checkpoint.model.config, checkpoint.dtype, rows)
     return resident_bytes(checkpoint, quantize) + caches + workspace
 

@@ -61,7 +61,8 @@ def place(budget: int, fixed: int, layers: Sequence[LayerSize]) -> Placement:
     if least > budget:
         raise BudgetError(
             f"a memory budget of {format_bytes(budget)} is too small for one layer of this model: "
-            f"{format_bytes(least)} are needed ({format_bytes(fixed)} beside the {format_bytes(largest + copied)} of the layer); "
+            f"{format_bytes(least)} are needed ({format_bytes(fixed)} beside the layer's "
+            f"{format_bytes(largest + copied)}); "
             f"raise --memory to at least {-(-least // (1 << 20))}MiB, or use a smaller draft or none"
         )
     slots = min(READ_AHEAD_SLOTS, (budget - fixed - copied) // largest, len(layers))

@@ -1,4 +1,4 @@
-"""Between text and token ids: the tokenizer's chat template, and text that grows without ever showing half a character."""
+"""Between text and token ids: the chat template, and text that grows without ever showing half a character."""
 
 from __future__ import annotations
 

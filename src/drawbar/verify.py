@@ -36,7 +36,8 @@ def verify_exact(tree: TokenTree, choose: Callable[[int], int]) -> Verification:
         tree: what was drafted.
         choose: the token that the target draws after a node; a function of the node's path and position alone.
     """
-    node, path = ROOT, []
+    node = ROOT
+    path: list[int] = []
     while True:
         token = choose(node)
         child = tree.child(node, token)
@@ -60,7 +61,8 @@ def verify_rejection(
         uniform: a number in (0, 1) for (node, index of the sibling).
         draw: a token from a distribution, for a node.
     """
-    node, path = ROOT, []
+    node = ROOT
+    path: list[int] = []
     while True:
         residual = target(node)
         accepted = None
@@ -110,7 +112,8 @@ def verify_threshold(
         choose: the target's own token after a node, for where no child will do.
         threshold: fraction of the largest probability, in (0, 1].
     """
-    node, path = ROOT, []
+    node = ROOT
+    path: list[int] = []
     floor = float(torch.tensor(threshold, dtype=torch.float64).log())
     while True:
         children = tree.children(node)

@@ -45,7 +45,8 @@ class OpenCheckpoint:
         """Check config, headers and names; read no weights.
 
         Raises:
-            CheckpointError, UnsupportedModelError, ConfigurationError: see `load_config`, `CheckpointIndex`, `map_weights`.
+            CheckpointError, UnsupportedModelError, ConfigurationError: see `load_config`, `CheckpointIndex` and
+                `map_weights`.
         """
         folder = resolve_checkpoint(name)
         # The index first: it knows folders that hold adapters, GGUF or pickles, and says what to do about them.
@@ -78,13 +79,14 @@ class OpenCheckpoint:
 def layers_prefix(model: PreTrainedModel) -> str:
     """The name of the list of layers, with a dot behind it."""
     layers = model.base_model.layers
-    return next(name for name, module in model.named_modules() if module is layers) + "."
+    name: str = next(name for name, module in model.named_modules() if module is layers)
+    return name + "."
 
 
 def _by_layer(model: PreTrainedModel, recipes: Sequence[Recipe]) -> tuple[list[list[Recipe]], list[Recipe]]:
     pattern = re.compile(re.escape(layers_prefix(model)) + r"(\d+)\.")
     layers: list[list[Recipe]] = [[] for _ in model.base_model.layers]
-    rest = []
+    rest: list[Recipe] = []
     for recipe in recipes:
         match = pattern.match(next(iter(recipe.targets)))
         (layers[int(match[1])] if match else rest).append(recipe)

@@ -30,7 +30,7 @@ def exact_experts(
     buckets = module.row_buckets
     assert isinstance(buckets, RowBuckets)
     output = torch.zeros_like(hidden_states)
-    for expert in top_k_index.unique().tolist():
+    for expert in torch.unique(top_k_index).tolist():
         rows, choice = torch.where(top_k_index == expert)
         count = len(rows)
         chosen = hidden_states[rows]
@@ -51,8 +51,8 @@ def _expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _product(module: nn.Module, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    weight = getattr(module, name)[expert]
-    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    weight: torch.Tensor = getattr(module, name)[expert]
+    bias: torch.Tensor | None = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     if module.is_transposed:
         # As the layer itself writes it: a product, then a sum.
         result = rows @ weight

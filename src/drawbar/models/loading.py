@@ -96,7 +96,7 @@ def _refuse_config(config: PreTrainedConfig, path: Path) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ())
     if foreign := sorted(layer_types - _ATTENTION_LAYERS):
         raise UnsupportedModelError(
-            f"{path}: {kind} has layers of type {', '.join(foreign)}, whose state cannot be rolled back to a tree's path"
+            f"{path}: {kind} has layers of type {', '.join(foreign)}, whose state cannot be rolled back"
         )
 
 

@@ -53,12 +53,10 @@ class Recipe:
     @property
     def held_bytes(self) -> int:
         """Bytes of the parameters once made."""
+        dtype = next(iter(self.targets.values()))
         return sum(
-            entry.nbytes
-            // entry.dtype.itemsize
-            * (dtype.itemsize if entry.dtype.is_floating_point else entry.dtype.itemsize)
+            entry.nbytes // entry.dtype.itemsize * dtype.itemsize if entry.dtype.is_floating_point else entry.nbytes
             for entry in self.entries
-            for dtype in list(self.targets.values())[:1]
         )
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -205,8 +203,8 @@ def _check_shapes(recipe: Recipe, state: Mapping[str, torch.Tensor], index: Chec
     for name in recipe.targets:
         if shapes[name] != state[name].shape:
             raise CheckpointError(
-                f"{index.folder}: {name} is assembled to shape {tuple(shapes[name])} from {len(recipe.sources)} tensors, "
-                f"but config.json says {tuple(state[name].shape)}"
+                f"{index.folder}: {name} is assembled to shape {tuple(shapes[name])} from "
+                f"{len(recipe.sources)} tensors, but config.json says {tuple(state[name].shape)}"
             )
 
 

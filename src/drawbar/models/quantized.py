@@ -30,7 +30,7 @@ class Int4Linear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         flat = rows.reshape(-1, self.inputs)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        product: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             flat.to(torch.bfloat16).contiguous(), self.packed, GROUP, self.scales
         )
         result = product.to(rows.dtype)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
-from drawbar.config import format_bytes, parse_bytes
+from drawbar.config import parse_bytes
 from drawbar.errors import BudgetError
-from drawbar.hardware import MAX_ROWS, available_memory
+from drawbar.hardware import MAX_ROWS, RowBuckets, available_memory
 from drawbar.kv_cache import KVCache
 from drawbar.models.checkpoint import OpenCheckpoint, read_once
 from drawbar.models.loading import max_context
@@ -20,7 +23,7 @@ from drawbar.models.transformer import (
 )
 from drawbar.models.units import HeldWeights, LayerWeights, StreamedWeights
 from drawbar.planner import LayerSize, Placement, place
-from drawbar.weights.reader import PAGE
+from drawbar.weights.reader import PAGE, Reader
 from drawbar.weights.stream import StreamCounters, WeightStream, plan_extents
 
 DEFAULT_CONTEXT = 4096  # rows that caches are planned for, prompt and answer together
@@ -35,9 +38,21 @@ def default_budget() -> int:
 class StreamedModel(TransformersModel):
     """A causal language model under a memory budget; close it, or use it as a context manager, to stop its reading."""
 
-    _stream: WeightStream | None
-    _placement: Placement
-    _cache_budget: int
+    def __init__(
+        self,
+        skeleton: PreTrainedModel,
+        buckets: RowBuckets,
+        weights: Sequence[LayerWeights],
+        device: torch.device,
+        placement: Placement,
+        reading: tuple[Reader, WeightStream | None],
+        cache_rows: int,
+    ) -> None:
+        super().__init__(skeleton, buckets, weights, device)
+        self.placement = placement
+        self._reader, self._stream = reading
+        self._cache_rows = cache_rows
+        self._caches: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
 
     @classmethod
     def from_pretrained(
@@ -70,7 +85,6 @@ class StreamedModel(TransformersModel):
         """The same from a checkpoint that is already open, with the budget in bytes."""
         model, compute = checkpoint.model, torch.device(device)
         units = checkpoint.layer_units()
-        cache_budget = _cache_bytes(checkpoint, context)
         placement = place(budget, _fixed_bytes(checkpoint, context), _layer_sizes(checkpoint))
         buckets = checkpoint.measure_buckets()
         reader = checkpoint.reader()
@@ -87,10 +101,7 @@ class StreamedModel(TransformersModel):
             weights[index] = StreamedWeights(
                 stream, place_in_stream, checkpoint.layer_prefix(index), checkpoint.layers[index], compute
             )
-        self = cls(model, buckets, weights, compute)
-        self._stream, self._reader, self._placement = stream, reader, placement
-        self._cache_budget, self._row_bytes = cache_budget, cache_bytes_per_row(model, checkpoint.dtype)
-        return self
+        return cls(model, buckets, weights, compute, placement, (reader, stream), _rows(checkpoint, context))
 
     @staticmethod
     def least_budget(checkpoint: OpenCheckpoint, context: int | None = None) -> int:
@@ -98,24 +109,22 @@ class StreamedModel(TransformersModel):
         sizes = _layer_sizes(checkpoint)
         return _fixed_bytes(checkpoint, context) + max(size.staged + size.copied for size in sizes)
 
-    @property
-    def placement(self) -> Placement:
-        return self._placement
-
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one sequence of up to `capacity` rows.
 
         Raises:
-            BudgetError: it would take more than was planned for caches; says what to do.
+            BudgetError: with the caches still in use, it would take more than was planned; says what to do.
         """
-        needed = capacity * self._row_bytes
-        if needed > self._cache_budget:
+        in_use = sum(self._caches.values())
+        if in_use + capacity > self._cache_rows:
+            others = f" beside the {in_use} of requests under way" if in_use else ""
             raise BudgetError(
-                f"a sequence of {capacity} rows takes {format_bytes(needed)} of cache, "
-                f"but {format_bytes(self._cache_budget)} were planned; ask for a context of {capacity}, "
-                "a shorter prompt or fewer new tokens"
+                f"{capacity} rows of cache are needed{others}, but the budget was planned for {self._cache_rows}: "
+                f"open the model with a context of {in_use + capacity}, or ask for fewer new tokens or a shorter prompt"
             )
-        return super().new_cache(capacity)
+        cache = super().new_cache(capacity)
+        self._caches[cache] = capacity
+        return cache
 
     def counters(self) -> StreamCounters:
         """Bytes read and seconds waited so far."""
@@ -150,12 +159,9 @@ def _rows(checkpoint: OpenCheckpoint, context: int | None) -> int:
     return min(context or DEFAULT_CONTEXT, max_context(checkpoint.model.config)) + MAX_ROWS
 
 
-def _cache_bytes(checkpoint: OpenCheckpoint, context: int | None) -> int:
-    return _rows(checkpoint, context) * cache_bytes_per_row(checkpoint.model, checkpoint.dtype)
-
-
 def _fixed_bytes(checkpoint: OpenCheckpoint, context: int | None) -> int:
     """What is needed whatever is streamed: embedding, norms, head, caches and workspace."""
     rest = sum(recipe.held_bytes for recipe in checkpoint.rest)
-    workspace = workspace_bytes(checkpoint.model.config, checkpoint.dtype, _rows(checkpoint, context))
-    return rest + workspace + _cache_bytes(checkpoint, context)
+    config, rows = checkpoint.model.config, _rows(checkpoint, context)
+    caches = rows * cache_bytes_per_row(config, checkpoint.dtype)
+    return rest + caches + workspace_bytes(config, checkpoint.dtype, rows)

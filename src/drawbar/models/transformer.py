@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from drawbar.errors import PromptError, UnsupportedModelError
+from drawbar.errors import ConfigurationError, PromptError, UnsupportedModelError
 from drawbar.hardware import MAX_ROWS, ProductShape, RowBuckets
 from drawbar.kv_cache import KVCache
 from drawbar.models.attention import SCORE_BYTES
-from drawbar.models.base import Rows
+from drawbar.models.base import Rows, SequenceCache
 from drawbar.models.loading import max_context
 from drawbar.models.units import HeadUnit, LayerUnit, LayerWeights, PassPlan
 
@@ -65,15 +65,17 @@ class TransformersModel:
         return KVCache(self._layers, capacity)
 
     @torch.no_grad()
-    def forward(self, batch: Sequence[Rows], caches: Sequence[KVCache]) -> list[torch.Tensor]:
+    def forward(self, batch: Sequence[Rows], caches: Sequence[SequenceCache]) -> list[torch.Tensor]:
         """One pass: for each sequence, the logits of its wanted rows, [len(rows.wanted), vocabulary].
 
         Raises:
+            ConfigurationError: a cache that `new_cache` did not make.
             PromptError: a row lies beyond the context.
             UnsupportedModelError: the model's layers did not run the way drawbar needs.
             ReadError: weights could not be read.
         """
-        plan = PassPlan.of(batch, caches, self._buckets, self._precision)
+        own = [_own_cache(cache) for cache in caches]
+        plan = PassPlan.of(batch, own, self._buckets, self._precision)
         tokens, positions, wanted = self._inputs(plan)
         output = self._model(
             input_ids=tokens, position_ids=positions, cache=plan, use_cache=True, logits_to_keep=wanted
@@ -83,7 +85,7 @@ class TransformersModel:
                 f"{self.config.model_type}: {plan.updates} cache writes in a pass of {self._layers} layers; "
                 "its layers share or skip their caches, which drawbar cannot do"
             )
-        for rows, cache in zip(batch, caches, strict=True):
+        for rows, cache in zip(batch, own, strict=True):
             cache.commit(len(rows.chain), rows.depths)
         self.passes += 1
         return list(output.logits[0].split([len(rows.wanted) for rows in batch]))
@@ -100,6 +102,12 @@ class TransformersModel:
         tokens, positions = (torch.cat((rows, rows[-1:].expand(filler))) for rows in (tokens, positions))
         device = self._device
         return tokens[None].to(device), positions[None].to(device), wanted.to(device)
+
+
+def _own_cache(cache: SequenceCache) -> KVCache:
+    if not isinstance(cache, KVCache):
+        raise ConfigurationError(f"a {type(cache).__name__} is no cache of this model: use its new_cache()")
+    return cache
 
 
 def set_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -147,9 +155,8 @@ def workspace_bytes(config: PreTrainedConfig, dtype: torch.dtype, context: int) 
     return int(rows + attention + logits)
 
 
-def cache_bytes_per_row(model: PreTrainedModel, dtype: torch.dtype) -> int:
+def cache_bytes_per_row(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers."""
-    config = model.config
     if getattr(config, "kv_lora_rank", None):
         width = config.kv_lora_rank + config.qk_rope_head_dim
     else:

@@ -164,6 +164,6 @@ class HeadUnit(nn.Module):
         if padded != rows:
             filler = hidden_states[:, -1:].expand(-1, padded - rows, -1)
             hidden_states = torch.cat((hidden_states, filler), dim=1)
-        pieces = [self.head(part) for part in hidden_states.split(MAX_ROWS, dim=1)]
+        pieces = [self.head(part) for part in torch.split(hidden_states, MAX_ROWS, dim=1)]
         logits = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         return logits[:, :rows]
