@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from benchmarks.exactness import PROMPTS, matrix
 from drawbar.config import SpeculationConfig
 from drawbar.decoder import SpeculativeDecoder
@@ -14,7 +16,6 @@ from drawbar.engine import Engine
 from drawbar.models.resident import ResidentModel
 from drawbar.models.streamed import StreamedModel
 from drawbar.text import encode_chat, load_tokenizer
-from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 
