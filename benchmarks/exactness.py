@@ -23,7 +23,7 @@ PROMPTS = (
     "List five tips for better sleep.",
     "If a train travels 60 miles in 1.5 hours, what is its average speed? Think step by step.",
     "Rewrite in plain words: The mitochondrion is the principal site of adenosine triphosphate synthesis.",
-    "Summarize: The Industrial Revolution began in Great Britain in the 18th century and later spread through the world, "
+    "Summarize: The Industrial Revolution began in Great Britain in the 18th century and later spread all over, "
     "replacing hand production by machines, and changing how people lived and worked.",
     "Translate to French: The weather is nice today, and we are going to the beach.",
 )
