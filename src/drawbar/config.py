@@ -148,17 +148,17 @@ class SpeculationConfig:
     @classmethod
     def default(cls) -> SpeculationConfig:
         """The tree that pays on a disk of 1 to 3 GB/s."""
-        return cls(tree_size=127, tree_width=12, tree_depth=16, branching=4)
+        return cls(tree_size=127, tree_width=16, tree_depth=24, branching=6, min_gain=0.05)
 
     @classmethod
     def fast(cls) -> SpeculationConfig:
         """A larger, deeper tree: most tokens per pass, for slow disks or very large targets."""
-        return cls(tree_size=255, tree_width=16, tree_depth=24, branching=6)
+        return cls(tree_size=255, tree_width=24, tree_depth=32, branching=8, min_gain=0.03)
 
     @classmethod
     def quality(cls) -> SpeculationConfig:
         """A small tree: least compute beside the reading, for fast disks or a slow processor."""
-        return cls(tree_size=31, tree_width=4, tree_depth=12, branching=3)
+        return cls(tree_size=31, tree_width=8, tree_depth=12, branching=4, min_gain=0.1)
 
     @classmethod
     def chain(cls, length: int, **settings: Acceptance | float | None) -> SpeculationConfig:

@@ -84,18 +84,15 @@ class StreamedModel(TransformersModel):
     ) -> StreamedModel:
         """The same from a checkpoint that is already open, with the budget in bytes."""
         model, compute = checkpoint.model, torch.device(device)
-        units = checkpoint.layer_units()
         placement = place(budget, _fixed_bytes(checkpoint, context), _layer_sizes(checkpoint))
         buckets = checkpoint.measure_buckets()
         reader = checkpoint.reader()
-        resident = [checkpoint.layers[index] for index in placement.resident]
-        for parameters in read_once([[recipe] for recipe in checkpoint.rest] + resident, reader):
-            for name, tensor in parameters.items():
-                set_parameter(model, name, tensor.to(compute))
-        stream = None
-        if placement.streamed:
-            stream = WeightStream([units[index] for index in placement.streamed], reader, slots=placement.slots)
-        weights: list[LayerWeights] = [HeldWeights() for _ in units]
+        try:
+            stream = _fill(checkpoint, placement, reader, compute)
+        except BaseException:
+            reader.close()
+            raise
+        weights: list[LayerWeights] = [HeldWeights() for _ in checkpoint.layers]
         for place_in_stream, index in enumerate(placement.streamed):
             assert stream is not None
             weights[index] = StreamedWeights(
@@ -141,6 +138,20 @@ class StreamedModel(TransformersModel):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _fill(
+    checkpoint: OpenCheckpoint, placement: Placement, reader: Reader, device: torch.device
+) -> WeightStream | None:
+    """Read what is resident into the skeleton, and start the stream of the rest."""
+    resident = [checkpoint.layers[index] for index in placement.resident]
+    for parameters in read_once([[recipe] for recipe in checkpoint.rest] + resident, reader):
+        for name, tensor in parameters.items():
+            set_parameter(checkpoint.model, name, tensor.to(device))
+    if not placement.streamed:
+        return None
+    units = checkpoint.layer_units()
+    return WeightStream([units[index] for index in placement.streamed], reader, slots=placement.slots)
 
 
 def _layer_sizes(checkpoint: OpenCheckpoint) -> list[LayerSize]:
