@@ -56,7 +56,8 @@ def row_buckets(shapes: Iterable[ProductShape], device: torch.device | str = "cp
 def _invariant_rows(
     shape: ProductShape, candidates: Sequence[int], generator: torch.Generator, device: torch.device | str
 ) -> set[int]:
-    outputs = max(16, min(shape.outputs, _PROBE_ELEMENTS // shape.inputs))
+    # Never more than the model has: products of few outputs (routers, gates) take other paths than wide ones.
+    outputs = min(shape.outputs, max(16, _PROBE_ELEMENTS // shape.inputs))
     rows, weight = _cancelling(shape.inputs, outputs, generator)
     rows, weight = rows.to(device, shape.dtype), weight.to(device, shape.dtype)
     weight = weight.t().contiguous().t() if shape.transposed else weight

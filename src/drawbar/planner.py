@@ -15,11 +15,19 @@ READ_AHEAD_SLOTS = 3
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Bytes of one layer: in a staging buffer, held resident, and copied while it is bound (dtype, experts)."""
+    """Bytes of one layer.
+
+    Attributes:
+        staged: in a staging buffer.
+        held: resident.
+        copied: made while it is bound (dtype, experts).
+        loading: needed besides `held` while it is made resident, at most `staged` and `copied` together.
+    """
 
     staged: int
     held: int
     copied: int = 0
+    loading: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +60,11 @@ def place(budget: int, fixed: int, layers: Sequence[LayerSize]) -> Placement:
     Raises:
         BudgetError: not even one layer at a time fits; says how much would.
     """
-    everything = fixed + sum(layer.held for layer in layers)
+    everything = fixed + sum(layer.held for layer in layers) + max((layer.loading for layer in layers), default=0)
     if everything <= budget:
         return Placement(tuple(range(len(layers))), (), 0, 0, everything)
-    largest = max(layer.staged for layer in layers)
-    copied = max(layer.copied for layer in layers)
+    largest = max((layer.staged for layer in layers), default=0)
+    copied = max((layer.copied for layer in layers), default=0)
     least = fixed + copied + largest
     if least > budget:
         raise BudgetError(

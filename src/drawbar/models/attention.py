@@ -21,6 +21,7 @@ from drawbar.models.base import Rows
 ATTENTION_NAME = "drawbar_exact"
 
 SCORE_BYTES = 48 << 20  # of float64 scores held at a time
+MASK_BYTES = 16 << 20  # of masks that a sequence keeps for the layers to come
 
 # What layers hand over besides the arguments of `exact_attention`, and that changes nothing for inference.
 _HARMLESS = {
@@ -74,11 +75,14 @@ class Span:
         return torch.cat((torch.arange(context), held, self.positions()))
 
     def blocked(self, first: int, last: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """The complement of `mask`; made once for all the layers of a pass."""
+        """The complement of `mask`; made once for all the layers of a pass, unless a long prompt has too many."""
         key = (first, last, window)
-        if key not in self._blocked:
-            self._blocked[key] = ~self.mask(first, last, window).to(device)
-        return self._blocked[key]
+        if key in self._blocked:
+            return self._blocked[key]
+        blocked = ~self.mask(first, last, window).to(device)
+        if sum(mask.nbytes for mask in self._blocked.values()) + blocked.nbytes <= MASK_BYTES:
+            self._blocked[key] = blocked
+        return blocked
 
     def mask(self, first: int, last: int, window: int | None) -> torch.Tensor:
         """Bool [last - first, base + last]: the keys that rows `first` to `last` (within the span) see."""
@@ -93,8 +97,7 @@ class Span:
             assert visible is not None
             mask[nodes - first :, context:] = visible[nodes - chain : last - chain, : keys - context]
         if window is not None:
-            distance = self.positions()[first:last, None] - self.key_positions()[None, :keys]
-            mask &= distance < window
+            mask &= self.key_positions()[None, :keys] > self.positions()[first:last, None] - window
         return mask
 
 
@@ -155,6 +158,8 @@ def exact_attention(
         UnsupportedModelError: the layer asks for something that would change the result and is not known here.
     """
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unknown.add("keys on both sides")
     if unknown or attention_mask is not None or layout is None:
         asked = ", ".join(sorted(unknown)) or "a mask of its own"
         raise UnsupportedModelError(f"{type(module).__name__} asks its attention for {asked}, which drawbar cannot do")
@@ -197,6 +202,11 @@ def _attend(
     for head in range(0, key_heads, heads_step):
         wide_key = key[head : head + heads_step].to(precision).transpose(1, 2)
         wide_value = value[head : head + heads_step].to(precision)
+        # No weight, not even zero, takes a value that is not finite: a bad branch would reach rows that do not see it.
+        unfit = None
+        if not bool(wide_value.sum().isfinite()):
+            unfit = ~wide_value.isfinite().all(dim=-1)  # [key heads, keys]
+            wide_value = wide_value.masked_fill(unfit[..., None], 0.0)
         count = len(wide_key)
         for row in range(0, rows, step):
             part = query[head * group : (head + count) * group, row : row + step].to(precision)
@@ -211,7 +221,11 @@ def _attend(
                 else sinks[head * group : (head + count) * group].to(precision).view(count, group, 1, 1)
             )
             weights = _softmax(scores, sink).view(count, -1, keys)
-            mixed = torch.matmul(weights, wide_value).view(count * group, -1, value.shape[2])
+            mixed = torch.matmul(weights, wide_value)
+            if unfit is not None:
+                seen = (unfit[:, None, :] & ~blocked[row : row + step]).any(dim=-1)  # [key heads, rows]
+                mixed.view(count, group, -1, value.shape[2]).masked_fill_(seen[:, None, :, None], torch.nan)
+            mixed = mixed.view(count * group, -1, value.shape[2])
             output[row : row + step, head * group : (head + count) * group] = mixed.transpose(0, 1).to(output.dtype)
     return output
 

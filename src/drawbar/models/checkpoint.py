@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drawbar.hardware import RowBuckets, row_buckets
+from drawbar.models.activations import LANES
 from drawbar.models.loading import build_skeleton, load_config, resolve_checkpoint, resolve_dtype
 from drawbar.models.mapping import Recipe, map_weights
 from drawbar.models.transformer import attach_buckets, product_shapes
@@ -67,8 +68,11 @@ class OpenCheckpoint:
 
     def measure_buckets(self) -> RowBuckets:
         """Run the row-invariance self-test on this model's matrix products."""
-        buckets = row_buckets(product_shapes(self.model, self.dtype))
-        attach_buckets(self.model, buckets)
+        shapes = product_shapes(self.model, self.dtype)
+        buckets = row_buckets(shapes)
+        if attach_buckets(self.model, buckets) or any(shape.outputs % LANES for shape in shapes):
+            # Gates and routers apply functions to a few numbers a row; see `drawbar.models.activations`.
+            return RowBuckets(tuple(size for size in buckets.sizes if size % LANES == 0))
         return buckets
 
     def reader(self) -> Reader:
@@ -112,13 +116,14 @@ def read_once(groups: Sequence[Sequence[Recipe]], reader: Reader) -> Iterator[di
 
 
 def _owned(recipes: Sequence[Recipe], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    borrowed = {tensor.data_ptr() for tensor in tensors.values()}
+    # By storage: a converter that splits a tensor makes views that start anywhere within it.
+    borrowed = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     parameters: dict[str, torch.Tensor] = {}
     for recipe in recipes:
-        copies: dict[int, torch.Tensor] = {}
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
         for name, made in recipe.build(tensors).items():
-            address = made.data_ptr()
-            if address not in copies:
-                copies[address] = made.clone() if address in borrowed else made
-            parameters[name] = copies[address]
+            place = (made.data_ptr(), made.shape)
+            if place not in copies:
+                copies[place] = made.clone() if made.untyped_storage().data_ptr() in borrowed else made
+            parameters[name] = copies[place]
     return parameters

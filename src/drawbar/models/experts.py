@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from drawbar.hardware import RowBuckets
+from drawbar.models.activations import SHARE
 
 EXPERTS_NAME = "drawbar_exact"
 
@@ -44,7 +45,10 @@ def exact_experts(
 
 def _expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
     if module.has_gate:
-        inner = module._apply_gate(_product(module, "gate_up_proj", expert, rows))  # type: ignore[operator]
+        wide = _product(module, "gate_up_proj", expert, rows)
+        # In shares of one thread: see `drawbar.models.activations`.
+        shares = torch.split(wide, max(1, SHARE // wide.shape[-1]))
+        inner = torch.cat([module._apply_gate(share) for share in shares])  # type: ignore[operator]
     else:
         inner = module.act_fn(_product(module, "up_proj", expert, rows))  # type: ignore[operator]
     return _product(module, "down_proj", expert, inner)

@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drawbar.errors import CheckpointError, ConfigurationError, UnsupportedModelError
+from drawbar.models.activations import replace_activations
 from drawbar.models.attention import ATTENTION_NAME, exact_attention
 from drawbar.models.experts import EXPERTS_NAME, exact_experts
 
@@ -67,10 +68,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
     _refuse_raw(raw, path)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # each config class checks its values in its own way
         kind = raw.get("model_type", "of no model_type")
         raise UnsupportedModelError(
-            f"{path}: transformers does not know how to build a {kind!r} model: {str(error).splitlines()[0]}"
+            f"{path}: transformers does not know how to build a {kind!r} model: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
         ) from error
     _refuse_config(config, path)
     return config
@@ -103,12 +104,13 @@ def _refuse_config(config: PreTrainedConfig, path: Path) -> None:
 def max_context(config: PreTrainedConfig) -> int:
     """Positions that the model may use."""
     rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each layer type
     limit = int(getattr(config, "max_position_embeddings", 0) or 0)
     if limit <= 0:
         raise UnsupportedModelError(f"{config.model_type}: the config names no max_position_embeddings")
-    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-        original = rope.get("original_max_position_embeddings") or limit
-        limit = min(limit, int(original))
+    for rope in ropes:
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
     return limit
 
 
@@ -149,8 +151,8 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
-    except (ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # transformers' classes raise all kinds for what they were not made for
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(
             f"{config.model_type}: not a causal language model drawbar can run: {reason}"
         ) from error
@@ -168,5 +170,17 @@ def build_skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMo
         raise UnsupportedModelError(
             f"{config.model_type}: its experts take no experts function, so they cannot be exact"
         )
+    _refuse_foreign_products(model)
+    replace_activations(model)
     model.eval().requires_grad_(False)
     return model
+
+
+def _refuse_foreign_products(model: PreTrainedModel) -> None:
+    """Products outside layers and head run on rows that nobody pads, so they could not be exact."""
+    inside = set(model.base_model.layers.modules()) | {model.get_output_embeddings()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module not in inside:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: {name} is a matrix product outside the layers, which drawbar cannot pad"
+            )

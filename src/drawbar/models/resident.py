@@ -83,22 +83,12 @@ class ResidentModel(TransformersModel):
 
 def resident_bytes(checkpoint: OpenCheckpoint, quantize: str | None) -> int:
     """Bytes that a resident model of this checkpoint will hold, workspace and caches left out."""
-    total = 0
-    for module in checkpoint.model.modules():
-        for parameter in module.parameters(recurse=False):
-            if _tied_head(checkpoint, module):
-                continue
-            head = module is checkpoint.model.get_output_embeddings()
-            if quantize == "int4" and not head and isinstance(module, nn.Linear) and fits_int4(parameter):
-                total += int4_bytes(*parameter.shape)
-            else:
-                total += parameter.numel() * checkpoint.dtype.itemsize
+    total = sum(recipe.held_bytes for group in (checkpoint.rest, *checkpoint.layers) for recipe in group)
+    if quantize == "int4":
+        for module in checkpoint.model.base_model.layers.modules():
+            if isinstance(module, nn.Linear) and fits_int4(module.weight):
+                total -= module.weight.numel() * checkpoint.dtype.itemsize - int4_bytes(*module.weight.shape)
     return total
-
-
-def _tied_head(checkpoint: OpenCheckpoint, module: nn.Module) -> bool:
-    model = checkpoint.model
-    return module is model.get_output_embeddings() and bool(model.all_tied_weights_keys)
 
 
 def _set_all(model: nn.Module, parameters: dict[str, torch.Tensor], device: torch.device) -> None:

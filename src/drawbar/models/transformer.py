@@ -75,6 +75,7 @@ class TransformersModel:
             ReadError: weights could not be read.
         """
         own = [_own_cache(cache) for cache in caches]
+        _check_batch(batch, own)
         plan = PassPlan.of(batch, own, self._buckets, self._precision)
         tokens, positions, wanted = self._inputs(plan)
         output = self._model(
@@ -102,6 +103,19 @@ class TransformersModel:
         tokens, positions = (torch.cat((rows, rows[-1:].expand(filler))) for rows in (tokens, positions))
         device = self._device
         return tokens[None].to(device), positions[None].to(device), wanted.to(device)
+
+
+def _check_batch(batch: Sequence[Rows], caches: Sequence[KVCache]) -> None:
+    """Before anything is written, so that no cache is left ahead of another."""
+    if len(batch) != len(caches) or len({id(cache) for cache in caches}) != len(caches):
+        raise ConfigurationError(f"a batch of {len(batch)} sequences needs as many caches, each its own")
+    for rows, cache in zip(batch, caches, strict=True):
+        if not len(rows):
+            raise ConfigurationError("a sequence without rows cannot be part of a pass")
+        if rows.chain and cache.node_depths:
+            raise ConfigurationError("the context cannot grow behind tree nodes: keep or truncate the cache first")
+    if not batch:
+        raise ConfigurationError("a pass needs at least one sequence")
 
 
 def _own_cache(cache: SequenceCache) -> KVCache:
@@ -136,11 +150,12 @@ def product_shapes(model: PreTrainedModel, dtype: torch.dtype) -> set[ProductSha
     return shapes
 
 
-def attach_buckets(model: nn.Module, buckets: RowBuckets) -> None:
-    """Tell the expert layers which row counts are invariant; see `exact_experts`."""
-    for module in model.modules():
-        if hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
-            module.row_buckets = buckets  # type: ignore[assignment]
+def attach_buckets(model: nn.Module, buckets: RowBuckets) -> int:
+    """Tell the expert layers which row counts are invariant, and say how many there are; see `exact_experts`."""
+    experts = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "has_gate")]
+    for module in experts:
+        module.row_buckets = buckets  # type: ignore[assignment]
+    return len(experts)
 
 
 def workspace_bytes(config: PreTrainedConfig, dtype: torch.dtype, context: int) -> int:
