@@ -30,8 +30,10 @@ TOKENS = 40
 def answer(target: Path, draft: Path | None, record: Path) -> None:
     """Answer the prompt in this process: text to stdout as it is verified, figures to `record`."""
     from drawbar.engine import Engine
+    from drawbar.hardware import keep_freed_memory
     from drawbar.text import TextStream
 
+    keep_freed_memory()
     with Engine.from_pretrained(
         target,
         draft="none" if draft is None else draft,

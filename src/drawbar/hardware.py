@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -122,3 +123,21 @@ def _read_number(path: str) -> int | None:
         return int(Path(path).read_text())
     except (OSError, ValueError):
         return None
+
+
+def keep_freed_memory(largest: int = 64 << 20, total: int = 256 << 20) -> None:
+    """Let the C library reuse freed buffers instead of handing them back to the system after every operation.
+
+    A pass makes and drops hundreds of activations of some ten MiB; by default each is mapped and zeroed anew, which
+    took 0.8 s of system time in a pass over 8 GB. Concerns the whole process, so programs call it and the library does
+    not. Does nothing where the C library is not glibc.
+
+    Args:
+        largest: bytes up to which a buffer is kept for reuse.
+        total: bytes that are kept at the end of the heap.
+    """
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_threshold, largest)
+        mallopt(trim_threshold, total)
