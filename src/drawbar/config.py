@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Real
 from typing import Literal
 
 from drawbar.errors import ConfigurationError
@@ -15,8 +17,8 @@ from drawbar.errors import ConfigurationError
 Acceptance = Literal["exact", "rejection", "threshold"]
 ACCEPTANCE_RULES: tuple[Acceptance, ...] = ("exact", "rejection", "threshold")
 
-# Below this temperature the scaled logits of two tokens that are not tied differ by more than any noise can bridge;
-# what is left is the choice among tied tokens, which greedy decoding makes by the lowest id.
+# Below this temperature the noise, which spans about 40, bridges only logits that differ by less than 4e-4: in 16 bits
+# these are tied or next to 0. What is left is the choice among tied tokens, which greedy makes by the lowest id.
 GREEDY_TEMPERATURE = 1e-5
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -34,11 +36,11 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigurationError: the text is not a size, or not positive.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*", str(text))
     unit = match and _UNITS.get(match[2].upper())
     if not match or not unit:
         raise ConfigurationError(f"memory size {text!r} is not understood: write for example 3GiB, 3GB or 512MiB")
-    size = int(float(match[1]) * unit)
+    size = int(Fraction(match[1]) * unit)
     if size <= 0:
         raise ConfigurationError(f"memory size {text!r} must be more than zero")
     return size
@@ -51,6 +53,17 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite number; True and False are none."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return real and value == value and value not in (math.inf, -math.inf)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is of an integer type; 2.0 is not, since transformers and `range` refuse it."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +85,16 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigurationError(f"temperature must be a finite number, 0 or more, not {self.temperature}")
-        if self.top_k is not None and (self.top_k != int(self.top_k) or self.top_k < 1):
-            raise ConfigurationError(f"top_k must be a whole number, 1 or more, not {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"top_p must lie above 0 and at most at 1, not {self.top_p}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ConfigurationError(f"min_p must lie between 0 and 1, not {self.min_p}")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise ConfigurationError(f"seed must lie between 0 and 2**64 - 1, not {self.seed}")
+        if not (_is_number(self.temperature) and self.temperature >= 0):
+            raise ConfigurationError(f"temperature must be a finite number, 0 or more, not {self.temperature!r}")
+        if self.top_k is not None and not (_is_whole(self.top_k) and self.top_k >= 1):
+            raise ConfigurationError(f"top_k must be a whole number, 1 or more, not {self.top_k!r}")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ConfigurationError(f"top_p must lie above 0 and at most at 1, not {self.top_p!r}")
+        if self.min_p is not None and not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise ConfigurationError(f"min_p must lie between 0 and 1, not {self.min_p!r}")
+        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**64):
+            raise ConfigurationError(f"seed must be a whole number between 0 and 2**64 - 1, not {self.seed!r}")
 
     @property
     def greedy(self) -> bool:
@@ -117,9 +130,9 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         for name in ("tree_size", "tree_width", "tree_depth", "branching"):
             value = getattr(self, name)
-            if value != int(value) or value < 1:
+            if not (_is_whole(value) and value >= 1):
                 raise ConfigurationError(
-                    f"{name} must be a whole number, 1 or more, not {value} (draft='none' drafts nothing)"
+                    f"{name} must be a whole number, 1 or more, not {value!r} (draft='none' drafts nothing)"
                 )
         if self.acceptance not in ACCEPTANCE_RULES:
             raise ConfigurationError(
@@ -127,18 +140,20 @@ class SpeculationConfig:
             )
         if (self.acceptance == "threshold") != (self.acceptance_threshold is not None):
             raise ConfigurationError("acceptance_threshold goes with acceptance='threshold', and only with it")
-        if self.acceptance_threshold is not None and not 0 < self.acceptance_threshold <= 1:
-            raise ConfigurationError(
-                f"acceptance_threshold must lie above 0 and at most at 1, not {self.acceptance_threshold}"
-            )
-        if self.draft_temperature is not None and not (
-            math.isfinite(self.draft_temperature) and self.draft_temperature >= 0
+        if self.acceptance_threshold is not None and not (
+            _is_number(self.acceptance_threshold) and 0 < self.acceptance_threshold <= 1
         ):
             raise ConfigurationError(
-                f"draft_temperature must be a finite number, 0 or more, not {self.draft_temperature}"
+                f"acceptance_threshold must lie above 0 and at most at 1, not {self.acceptance_threshold!r}"
             )
-        if not self.min_gain >= 0:
-            raise ConfigurationError(f"min_gain must be 0 or more, not {self.min_gain}")
+        if self.draft_temperature is not None and not (
+            _is_number(self.draft_temperature) and self.draft_temperature >= 0
+        ):
+            raise ConfigurationError(
+                f"draft_temperature must be a finite number, 0 or more, not {self.draft_temperature!r}"
+            )
+        if not (_is_number(self.min_gain) and self.min_gain >= 0):
+            raise ConfigurationError(f"min_gain must be a finite number, 0 or more, not {self.min_gain!r}")
 
     @property
     def lossless(self) -> bool:
