@@ -79,7 +79,7 @@ class Stats:
     def net_speedup(self) -> float:
         """The same after paying for drafting: passes saved, with draft seconds counted at the price of a pass."""
         passing = self.prefill_s + self.verify_s
-        return self.speedup * passing / (passing + self.draft_s) if passing else 0.0
+        return self.speedup * (passing / (passing + self.draft_s)) if passing else 0.0
 
     @property
     def seconds_per_token(self) -> float:
