@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 LANES = 32  # rows to which a pass is rounded where something narrower than a vector is computed for each row
-SHARE = 32768  # elements up to which PyTorch computes in one thread
+SHARE = 1 << 14  # elements up to which PyTorch computes in one thread: 32,768, but for gelu
 
 _HOMES = ("transformers.activations", "torch.nn.modules.activation")
 
@@ -37,7 +37,7 @@ class ExactActivation(nn.Module):
 
 def replace_activations(model: nn.Module) -> None:
     """Replace, in place, the activation modules that have no parameters of their own."""
-    for module in list(model.modules()):
+    for module in [module for module in model.modules() if not isinstance(module, ExactActivation)]:
         for name, child in module.named_children():
             if type(child).__module__ in _HOMES and not [*child.parameters(), *child.buffers()]:
                 setattr(module, name, ExactActivation(child))

@@ -70,9 +70,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class checks its values in its own way
         kind = raw.get("model_type", "of no model_type")
-        raise UnsupportedModelError(
-            f"{path}: transformers does not know how to build a {kind!r} model: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedModelError(f"{path}: transformers cannot make a {kind!r} config of it: {reason}") from error
     _refuse_config(config, path)
     return config
 
@@ -94,6 +93,13 @@ def _refuse_config(config: PreTrainedConfig, path: Path) -> None:
         raise UnsupportedModelError(f"{path}: {kind} is an encoder-decoder model; drawbar runs decoder-only models")
     if getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(f"{path}: {kind} uses cross-attention, which drawbar cannot stream")
+    try:
+        for name in ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size"):
+            getattr(config, name, None)
+    except Exception as error:  # transformers' own, for configs whose layers differ
+        raise UnsupportedModelError(
+            f"{path}: the layers of {kind} differ in {name}, which drawbar cannot plan"
+        ) from error
     layer_types = set(getattr(config, "layer_types", None) or ())
     if foreign := sorted(layer_types - _ATTENTION_LAYERS):
         raise UnsupportedModelError(

@@ -45,7 +45,8 @@ class Recipe:
     def copied_bytes(self) -> int:
         """Bytes that making the parameters takes beyond the tensors as they were read."""
         if self.converter is not None:
-            return 2 * sum(entry.nbytes for entry in self.entries)
+            cast = self.held_bytes if any(entry.dtype not in self.targets.values() for entry in self.entries) else 0
+            return 2 * sum(entry.nbytes for entry in self.entries) + cast
         (entry,) = self.entries
         (dtype,) = self.targets.values()
         return 0 if entry.dtype == dtype else entry.nbytes // entry.dtype.itemsize * dtype.itemsize
@@ -148,7 +149,7 @@ def _converted_shapes(target: str, recipe: Recipe, index: CheckpointIndex) -> di
         converter.add_tensor(target, entry.name, pattern, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
     try:
         return {name: tensor.shape for name, tensor in converter.convert(target).items()}
-    except (RuntimeError, ValueError, IndexError) as error:
+    except Exception as error:  # transformers' operations raise all kinds
         names = _listed([entry.name for entry in recipe.entries])
         raise CheckpointError(f"{index.folder}: {names} cannot be assembled into {target}: {error}") from error
 

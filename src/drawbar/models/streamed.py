@@ -161,6 +161,7 @@ def _layer_sizes(checkpoint: OpenCheckpoint) -> list[LayerSize]:
             plan_extents(unit, PAGE).nbytes,
             sum(recipe.held_bytes for recipe in recipes),
             sum(recipe.copied_bytes for recipe in recipes),
+            plan_extents(unit, PAGE).nbytes + sum(recipe.copied_bytes for recipe in recipes),
         )
         for unit, recipes in pairs
     ]

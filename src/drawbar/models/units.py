@@ -122,7 +122,7 @@ class LayerUnit(nn.Module):
         self, hidden_states: torch.Tensor, *positional: Any, cache: PassPlan | None = None, **arguments: Any
     ) -> torch.Tensor:
         """[1, padded rows, width] -> the same shape."""
-        if cache is None or positional and any(value is not None for value in positional):
+        if cache is None or any(value is not None for value in positional):
             raise UnsupportedModelError(f"{type(self.layer).__name__} is called in a way that drawbar does not know")
         total = hidden_states.shape[1]
         with self._weights.bound() as tensors:
