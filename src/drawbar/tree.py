@@ -33,7 +33,8 @@ class TokenTree:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     scores: tuple[float, ...] = ()
-    proposals: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    # Left out of comparison and hash, which tensors do not have.
+    proposals: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.parents) == len(self.scores):
