@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawbar.models.activations import SHARE, ExactActivation, replace_activations
+from drawbar.models.activations import SHARE, ExactActivation, replace_activations, shares_are_whole
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -43,3 +43,10 @@ def test_replaces_what_has_no_parameters_once() -> None:
 def test_strided_input_is_taken() -> None:
     rows = torch.randn(4, 2 * SHARE)[:, ::2]
     torch.testing.assert_close(ExactActivation(nn.SiLU())(rows), nn.functional.silu(rows))
+
+
+def test_whole_shares_are_computed_in_one_call() -> None:
+    assert shares_are_whole(SHARE, 64)
+    assert shares_are_whole(128 * 14336, 2)
+    assert not shares_are_whole(128 * 11008, 3)
+    assert not shares_are_whole(SHARE + 64, 2)

@@ -11,13 +11,17 @@ import torch
 from torch import nn
 
 LANES = 32  # rows to which a pass is rounded where something narrower than a vector is computed for each row
+STEP = 64  # elements that PyTorch computes at a time: two vectors of the narrowest type on the widest processor
 SHARE = 1 << 14  # elements up to which PyTorch computes in one thread: 32,768, but for gelu
 
 _HOMES = ("transformers.activations", "torch.nn.modules.activation")
 
 
 class ExactActivation(nn.Module):
-    """An element-wise function, computed in shares of one thread; only the last can have elements left over."""
+    """An element-wise function of which only the last elements of all are ever left over.
+
+    Where the threads' shares would not be whole, each share is computed in a call, and so in a thread, of its own.
+    """
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()
@@ -25,7 +29,7 @@ class ExactActivation(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Any shape -> the same shape."""
-        if values.numel() <= SHARE or torch.get_num_threads() == 1:
+        if shares_are_whole(values.numel(), torch.get_num_threads()):
             result: torch.Tensor = self.function(values)
             return result
         flat = values.reshape(-1)
@@ -33,6 +37,12 @@ class ExactActivation(nn.Module):
         for start in range(0, len(flat), SHARE):
             output[start : start + SHARE] = self.function(flat[start : start + SHARE])
         return output.view(values.shape)
+
+
+def shares_are_whole(elements: int, threads: int) -> bool:
+    """Whether no thread but the last ends its share with elements left over, in however many shares they are cut."""
+    most = min(threads, -(-elements // SHARE))
+    return all(elements % (shares * STEP) == 0 for shares in range(2, most + 1))
 
 
 def replace_activations(model: nn.Module) -> None:
