@@ -29,6 +29,9 @@ DRAFT_NOISE = 1
 RESIDUAL_NOISE = 2
 ACCEPTANCE = 3
 
+# Nothing is left of a logit at this temperature; its inverse is still a normal float32.
+_FLAT_TEMPERATURE = 2.0**126
+
 _NOISE_CACHE = 48  # positions: enough for the deepest tree, small beside the logits
 
 
@@ -42,7 +45,10 @@ def uniforms(seed: int, position: int, purpose: int, count: int) -> np.ndarray:
 
     Philox (Salmon et al. 2011) is counter based: no state is carried from one position to the next.
     """
-    raw = np.random.Philox(key=[seed, position], counter=[0, 0, 0, purpose]).random_raw(count)
+    # As uint64 throughout: NumPy makes a list that holds a number of 2**63 or more into floats, and seeds coincide.
+    key = np.array([seed, position], dtype=np.uint64)
+    counter = np.array([0, 0, 0, purpose], dtype=np.uint64)
+    raw = np.random.Philox(key=key, counter=counter).random_raw(count)
     return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
@@ -55,7 +61,7 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
     """transformers' own processors behind the temperature, in the order of its `generate`."""
     warpers = LogitsProcessorList()
     if params.top_k is not None:
-        warpers.append(TopKLogitsWarper(params.top_k))
+        warpers.append(TopKLogitsWarper(int(params.top_k)))
     if params.top_p is not None and params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
@@ -114,7 +120,7 @@ class Sampler:
             best = scores.argmax(dim=-1, keepdim=True)
             return torch.full_like(scores, -torch.inf).scatter_(-1, best, 0.0)
         # The peak goes to 0 first, so that no temperature can overflow the division.
-        scores = (scores - peak) / temperature
+        scores = (scores - peak) / min(temperature, _FLAT_TEMPERATURE)
         if len(self._warpers):
             scores = self._warpers(torch.empty((len(scores), 0), dtype=torch.long), scores)
         return scores
@@ -131,5 +137,11 @@ class Sampler:
         return int(scores.argmax())
 
     def draw(self, probabilities: torch.Tensor, position: int) -> int:
-        """A token from `probabilities`, float64 [vocabulary], with noise of its own; never one of probability 0."""
+        """A token from `probabilities`, float64 [vocabulary], with noise of its own; never one of probability 0.
+
+        Raises:
+            NumericalError: there is nothing to draw, or a probability is NaN.
+        """
+        if not bool(probabilities.sum() > 0):
+            raise NumericalError("no token has a probability above 0")
         return int((probabilities.log() + self.noise(position, len(probabilities), RESIDUAL_NOISE)).argmax())
