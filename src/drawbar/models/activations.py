@@ -29,7 +29,9 @@ class ExactActivation(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Any shape -> the same shape."""
-        if shares_are_whole(values.numel(), torch.get_num_threads()):
+        threads = torch.get_num_threads()
+        plain = isinstance(self.function, nn.SiLU | nn.Sigmoid)  # gelu cuts its shares in another way
+        if values.numel() <= SHARE or threads == 1 or (plain and shares_are_whole(values.numel(), threads)):
             result: torch.Tensor = self.function(values)
             return result
         flat = values.reshape(-1)
