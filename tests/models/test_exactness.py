@@ -39,20 +39,20 @@ def test_a_tree_in_one_pass_has_the_logits_of_its_paths(
     prompt, tree = tokens(19), tree_of(PARENTS)
     cache = model.new_cache(64)
     logits = run(model, Rows.of(prompt, tree), cache)
-    for leaf in leaves(tree):
-        path = tree.path(leaf)
-        alone = one_by_one(model, prompt + tuple(tree.tokens[node] for node in path))
-        assert torch.equal(logits[0], alone[len(prompt) - 1])
-        for node, single in zip(path, alone[len(prompt) :], strict=True):
-            assert torch.equal(logits[1 + node], single), f"node {node} of the path to {leaf}"
+    single = model.new_cache(64)
+    for token in prompt:
+        alone = run(model, Rows((token,)), single)[0]
+    assert torch.equal(logits[0], alone)
+    kept = leaves(tree)[-1]
+    for leaf in leaves(tree):  # the one that is kept comes last
+        single.truncate(len(prompt))
+        for node in tree.path(leaf):
+            alone = run(model, Rows((tree.tokens[node],)), single)[0]
+            assert torch.equal(logits[1 + node], alone), f"node {node} of the path to {leaf}"
     # What is kept is as if it had come one by one.
-    path = tree.path(leaves(tree)[-1])
-    cache.keep(path)
-    context = prompt + tuple(tree.tokens[node] for node in path)
-    following = tokens(3, seed=9)
-    expected = one_by_one(model, context + following)[len(context) :]
-    for token, single in zip(following, expected, strict=True):
-        assert torch.equal(run(model, Rows((token,)), cache)[0], single)
+    cache.keep(tree.path(kept))
+    for token in tokens(3, seed=9):
+        assert torch.equal(run(model, Rows((token,)), cache)[0], run(model, Rows((token,)), single)[0])
 
 
 @EVERY
