@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from drawbar.errors import ConfigurationError
 from drawbar.tree import ROOT, TokenTree
 
 
@@ -60,6 +61,9 @@ def verify_rejection(
         target: the target's processed distribution after a node, float64 [vocabulary], summing to 1.
         uniform: a number in (0, 1) for (node, index of the sibling).
         draw: a token from a distribution, for a node.
+
+    Raises:
+        ConfigurationError: the drafter gave no proposal for a node that has children.
     """
     node = ROOT
     path: list[int] = []
@@ -78,6 +82,8 @@ def _accept_sibling(
     tree: TokenTree, node: int, target: torch.Tensor, uniform: Callable[[int, int], float]
 ) -> tuple[int | None, torch.Tensor]:
     """The accepted child of `node`, or None with what is left of the target's distribution."""
+    if node not in tree.proposals:
+        raise ConfigurationError("acceptance='rejection' needs a drafter that says what it drew its tokens from")
     proposal = torch.zeros_like(target)
     drafted = tree.proposals[node].double()
     proposal[: len(drafted)] = drafted[: len(target)]
@@ -121,7 +127,8 @@ def verify_threshold(
             return Verification(tuple(path), choose(node), rejected=False)
         scores = target(node)
         best = max(children, key=lambda child: float(scores[tree.tokens[child]]))
-        if float(scores[tree.tokens[best]]) < float(scores.max()) + floor:
+        # Written so that NaN accepts nothing, and `choose` gets to refuse it.
+        if not float(scores[tree.tokens[best]]) >= float(scores.max()) + floor:
             return Verification(tuple(path), choose(node), rejected=True)
         path.append(best)
         node = best
