@@ -7,6 +7,7 @@ from torch import nn
 
 GROUP = 64
 _LEVELS = 15
+_ROWS_AT_A_TIME = 1024  # a multiple of the 64 rows that the kernel packs together
 
 
 class Int4Linear(nn.Module):
@@ -20,11 +21,10 @@ class Int4Linear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.outputs, self.inputs = weight.shape
-        codes, scales, middles = quantize_groups(weight)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        self.packed = nn.Buffer(packed)
-        # The kernel computes (code - 8) * scale + middle.
-        self.scales = nn.Buffer(torch.stack((scales.t(), middles.t()), dim=-1).contiguous().to(torch.bfloat16))
+        # Some rows at a time: codes and float copies take ten times the weight that they are made from.
+        parts = [_pack(rows) for rows in torch.split(weight, _ROWS_AT_A_TIME)]
+        self.packed = nn.Buffer(torch.cat([packed for packed, _ in parts]))
+        self.scales = nn.Buffer(torch.cat([scales for _, scales in parts], dim=1).contiguous())
         self.bias = None if bias is None else nn.Buffer(bias)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -37,6 +37,13 @@ class Int4Linear(nn.Module):
         if self.bias is not None:
             result = result + self.bias
         return result.view(*rows.shape[:-1], self.outputs)
+
+
+def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's codes and its scales bfloat16 [inputs / 64, outputs, 2]; it computes (code - 8) * scale + middle."""
+    codes, scales, middles = quantize_groups(weight)
+    packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return packed, torch.stack((scales.t(), middles.t()), dim=-1).to(torch.bfloat16)
 
 
 def fits_int4(weight: torch.Tensor) -> bool:
