@@ -165,7 +165,7 @@ def of_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tenso
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_what_is_kept_is_what_transformers_keeps(temperature: float, filters: dict[str, Any]) -> None:
     params = SamplingParams(temperature, seed=0, **filters)
     for dtype, width in itertools.product((torch.float32, torch.bfloat16), (5, 300)):
@@ -270,6 +270,9 @@ def test_next_to_zero_is_greedy(temperature: float) -> None:
     for position, (row, peak) in enumerate(zip(logits, peaks, strict=True)):
         first = int((row == peak).nonzero()[0])
         assert sampler.choose(row, position) == first
+    # Not half a chance for each of two tied tokens: the distribution is as greedy as the choice.
+    assert torch.equal(sampler.processed(logits), Sampler(SamplingParams()).processed(logits))
+    assert (sampler.processed(logits).isfinite().sum(dim=-1) == 1).all()
     assert sampler.choose(torch.tensor([0.0, 3.0, 3.0, 3.0]), 0) == 1
     assert sampler.choose(torch.zeros(4), 0) == 0
 
@@ -305,7 +308,7 @@ def test_choices_follow_the_softmax(params: SamplingParams, seed: int) -> None:
 def test_choices_over_seeds_follow_the_softmax() -> None:
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0])
     params = SamplingParams(1.0)
-    draws = [Sampler(params, seed).choose(logits, 3) for seed in range(20_000)]
+    draws = [Sampler(params, seed).choose(logits, 3) for seed in range(5_000)]
     assert chi_square(draws, logits.double().softmax(dim=-1)) > 1e-4
 
 
@@ -366,5 +369,5 @@ def test_a_draw_has_noise_of_its_own() -> None:
     # Were it the noise of the choice, a token drawn after a rejection would follow the rejected one.
     sampler = Sampler(SamplingParams(1.0), 6)
     flat = torch.full((8,), 1 / 8, dtype=torch.float64)
-    pairs = [8 * sampler.choose(flat, p) + sampler.draw(flat, p) for p in range(20_000)]
+    pairs = [8 * sampler.choose(flat, p) + sampler.draw(flat, p) for p in range(5_000)]
     assert chi_square(pairs, torch.outer(flat, flat).flatten()) > 1e-4
