@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_way_of_drafting_gives_the_tokens_of_one_token_decoding_in_bfloat16(smollm2: Path) -> None:
-    cells = list(matrix(smollm2, PROMPTS[:2], 48))
+    cells = list(matrix(smollm2, PROMPTS[:2], 30))
     assert [(cell.draft, cell.sampling) for cell in cells if cell.differing] == []
     by_name = {(cell.draft, cell.sampling): cell for cell in cells}
     assert len(by_name) == 18
     assert by_name["tree of 64", "greedy"].tokens_per_pass > 3
     # A chain of nine and the bonus, from the prompt's own pass on: ten tokens a pass, but for the last of each prompt.
-    assert by_name["the target itself", "greedy"].tokens_per_pass == pytest.approx(2 * 48 / (2 * 5))
+    assert by_name["the target itself", "greedy"].tokens_per_pass == pytest.approx(10.0)
 
 
 def test_greedy_in_float32_equals_transformers(smollm2: Path) -> None:
