@@ -18,6 +18,7 @@ from typer.exceptions import Abort, Exit, TyperException
 
 from drawbar.config import (
     ACCEPTANCE_RULES,
+    DEFAULT_ACCEPTANCE_THRESHOLD,
     DEFAULT_MAX_NEW_TOKENS,
     PRESETS,
     SamplingParams,
@@ -100,12 +101,15 @@ def generate(
 ) -> None:
     """Answer one prompt."""
     from drawbar.engine import Engine, needed_context
+    from drawbar.hardware import keep_freed_memory
 
+    _silence_transformers()
+    keep_freed_memory()
     overrides = {"tree_size": tree_size, "tree_width": tree_width, "tree_depth": tree_depth}
     config = replace(
         PRESETS[preset.value](),
         acceptance=acceptance.value,
-        acceptance_threshold=acceptance_threshold,
+        acceptance_threshold=_threshold(acceptance.value, acceptance_threshold),
         draft_temperature=draft_temperature,
         **{name: value for name, value in overrides.items() if value is not None},
     )
@@ -132,6 +136,18 @@ def generate(
         sampling = _sampling(engine.default_sampling(), temperature, top_k, top_p, min_p, seed)
         answer = _Answer(engine, console, model, config, as_json)
         answer.run(messages, max_new_tokens, sampling)
+
+
+def _threshold(acceptance: str, given: float | None) -> float | None:
+    return DEFAULT_ACCEPTANCE_THRESHOLD if acceptance == "threshold" and given is None else given
+
+
+def _silence_transformers() -> None:
+    """What it logs and its progress bars are not for the users of a command; errors reach them as exceptions."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _checked_max_new_tokens(value: int) -> None:

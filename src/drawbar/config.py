@@ -22,6 +22,7 @@ ACCEPTANCE_RULES: tuple[Acceptance, ...] = ("exact", "rejection", "threshold")
 GREEDY_TEMPERATURE = 1e-5
 
 DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_ACCEPTANCE_THRESHOLD = 0.1
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
