@@ -129,13 +129,14 @@ def generate(
             context=context or needed_context(model, messages, max_new_tokens),
         )
     with engine:
-        if draft is None:
-            console.line(
-                f"draft: {engine.draft}" + ("" if engine.draft != "none" else " (the budget holds no int4 copy)")
-            )
+        choice = "" if draft is not None else _describe_choice(engine.draft)
         sampling = _sampling(engine.default_sampling(), temperature, top_k, top_p, min_p, seed)
-        answer = _Answer(engine, console, model, config, as_json)
+        answer = _Answer(engine, console, model, config, as_json, choice)
         answer.run(messages, max_new_tokens, sampling)
+
+
+def _describe_choice(draft: str) -> str:
+    return f"draft: {draft}" + (" (the budget holds no int4 copy)" if draft == "none" else "")
 
 
 def _threshold(acceptance: str, given: float | None) -> float | None:
@@ -187,6 +188,7 @@ class _Answer:
     model: str
     config: SpeculationConfig
     as_json: bool
+    choice: str
 
     def run(self, messages: Any, max_new_tokens: int, sampling: SamplingParams) -> None:
         """Print the answer; what was produced is printed also if it ends early."""
@@ -195,17 +197,21 @@ class _Answer:
         prompt = self.engine.encode(messages)
         generation = self.engine.open(prompt, max_new_tokens, sampling)
         text = TextStream(self.engine.tokenizer)
-        interrupted = False
+        broken_off: str | None = "error"
         try:
             for tokens in self._rounds(generation):
+                if self.choice:
+                    self.console.line(self.choice)
+                    self.choice = ""
                 self._write(text.push(tokens))
+            broken_off = None
         except KeyboardInterrupt:
-            interrupted = True
+            broken_off = "interrupted"
+            raise
         finally:
-            self._write(text.finish())
-            self._close(generation, len(prompt), interrupted)
-        if interrupted:
-            raise KeyboardInterrupt
+            if broken_off != "error" or generation.output.token_ids:
+                self._write(text.finish())
+                self._close(generation, len(prompt), broken_off)
 
     def _rounds(self, generation: Any) -> Iterator[Sequence[int]]:
         while True:
@@ -226,7 +232,7 @@ class _Answer:
             sys.stdout.write(piece)
             sys.stdout.flush()
 
-    def _close(self, generation: Any, prompt_tokens: int, interrupted: bool) -> None:
+    def _close(self, generation: Any, prompt_tokens: int, broken_off: str | None) -> None:
         output = self.engine.finish(generation.output, prompt_tokens)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.as_json:
@@ -234,7 +240,7 @@ class _Answer:
                 "text": output.text,
                 "token_ids": list(output.token_ids),
                 "prompt_tokens": output.prompt_tokens,
-                "finish_reason": "interrupted" if interrupted else output.finish_reason,
+                "finish_reason": broken_off or output.finish_reason,
                 "seed": output.seed,
                 "model": self.model,
                 "draft": self.engine.draft,

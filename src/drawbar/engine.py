@@ -14,15 +14,16 @@ from drawbar.config import DEFAULT_MAX_NEW_TOKENS, SamplingParams, SpeculationCo
 from drawbar.decoder import DecoderOutput, FinishReason, Generation, SpeculativeDecoder
 from drawbar.drafting.base import Drafter
 from drawbar.drafting.model import ModelDrafter
-from drawbar.errors import BudgetError, CheckpointError
+from drawbar.errors import BudgetError, CheckpointError, PromptError
 from drawbar.hardware import MAX_ROWS
 from drawbar.models.checkpoint import OpenCheckpoint
-from drawbar.models.loading import max_context, resolve_checkpoint
+from drawbar.models.loading import load_config, max_context, resolve_checkpoint
 from drawbar.models.resident import ResidentModel, resident_bytes
 from drawbar.models.streamed import StreamedModel, default_budget
 from drawbar.models.transformer import cache_bytes_per_row, workspace_bytes
 from drawbar.stats import Stats
 from drawbar.text import Message, TextStream, check_same_vocabulary, decode, encode, encode_chat, load_tokenizer
+from drawbar.weights.index import CheckpointIndex
 
 NO_DRAFT = "none"
 SELF_INT4 = "self-int4"
@@ -232,11 +233,16 @@ def needed_context(name: str | Path, prompt: str | Sequence[Message], max_new_to
     """Tokens, prompt and answer together, that this request takes: what to plan caches for.
 
     Raises:
-        CheckpointError: there is no usable tokenizer.
-        PromptError, ConfigurationError: the prompt is empty or cannot be put into the chat template.
+        CheckpointError, UnsupportedModelError: the checkpoint will not do.
+        PromptError, ConfigurationError: the prompt is empty, too long, or cannot be put into the chat template.
     """
-    tokenizer = load_tokenizer(resolve_checkpoint(name))
+    folder = resolve_checkpoint(name)
+    CheckpointIndex.from_folder(folder)
+    limit = max_context(load_config(folder))
+    tokenizer = load_tokenizer(folder)
     tokens = encode(tokenizer, prompt) if isinstance(prompt, str) else encode_chat(tokenizer, prompt)
+    if len(tokens) >= limit:
+        raise PromptError(f"the prompt has {len(tokens)} tokens, which leaves no room in a context of {limit}")
     return len(tokens) + max_new_tokens
 
 
