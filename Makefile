@@ -4,6 +4,10 @@ STAMP := .venv/.installed
 
 .PHONY: test lint fast slow demo clean
 
+# On a machine with other work, torch's threads that spin while they wait for each other lose a scheduler tick at every
+# matrix product: the tests on real weights then take three times as long or more. Results do not depend on it.
+test fast slow: export OMP_WAIT_POLICY ?= passive
+
 # Lint, types and every test: what CI runs.
 test: lint
 	$(BIN)/python -m pytest -q
