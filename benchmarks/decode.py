@@ -99,7 +99,7 @@ def run_airllm(target: Path, tokens: int) -> dict[str, Any]:
     """Answer with AirLLM; called by an interpreter that has it."""
     from airllm import AutoModel  # type: ignore[import-not-found]
 
-    model = AutoModel.from_pretrained(str(target))
+    model = AutoModel.from_pretrained(str(target), device="cpu")
     chat = model.tokenizer.apply_chat_template(
         [{"role": "user", "content": PROMPT}], add_generation_prompt=True, tokenize=False
     )

@@ -89,7 +89,8 @@ class TransformersModel:
         for rows, cache in zip(batch, own, strict=True):
             cache.commit(len(rows.chain), rows.depths)
         self.passes += 1
-        return list(output.logits[0].split([len(rows.wanted) for rows in batch]))
+        # Sampling happens on the CPU, whose noise and order of operations do not depend on the device.
+        return list(output.logits[0].cpu().split([len(rows.wanted) for rows in batch]))
 
     def _inputs(self, plan: PassPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids and positions, int64 [1, padded rows], and the wanted rows, int64 [wanted]."""
