@@ -20,7 +20,7 @@ from drawbar.config import format_bytes
 
 BUDGET = "1GiB"
 GIGABYTES = "2"
-TOKENS = 36
+TOKENS = 38
 
 
 def run(target: Path, draft: Path | None) -> dict[str, Any]:

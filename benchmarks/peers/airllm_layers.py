@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from airllm import AutoModel
+from airllm import AutoModel  # type: ignore[import-not-found]
 
 
 def answer(target: Path, prompt: str, tokens: int, copy: Path) -> dict[str, Any]:

@@ -73,7 +73,9 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--confidence", type=float, default=0.0, help="stop drafting below it; transformers' own is 0.4")
+    parser.add_argument(
+        "--confidence", type=float, default=0.0, help="stop drafting below it; transformers' own is 0.4"
+    )
     parser.add_argument("--scratch", type=Path, required=True, help="where accelerate may write")
     parser.add_argument("--record", type=Path, required=True)
     a = parser.parse_args()
