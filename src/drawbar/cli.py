@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import traceback
@@ -25,7 +26,7 @@ from drawbar.config import (
     SpeculationConfig,
     format_bytes,
 )
-from drawbar.errors import ConfigurationError, DrawbarError
+from drawbar.errors import ConfigurationError, DrawbarError, PromptError
 
 INTERRUPTED = 130
 
@@ -113,7 +114,7 @@ def generate(
         draft_temperature=draft_temperature,
         **{name: value for name, value in overrides.items() if value is not None},
     )
-    _checked_max_new_tokens(max_new_tokens)
+    _checked_counts(max_new_tokens, context)
     SamplingParams(temperature or 0.0, top_k, top_p, min_p, seed)
     messages = _messages(prompt, system, raw)
     console = _Reporter(quiet)
@@ -151,19 +152,28 @@ def _silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _checked_max_new_tokens(value: int) -> None:
-    if value < 0:
-        raise ConfigurationError(f"--max-new-tokens must be 0 or more, not {value}")
+def _checked_counts(max_new_tokens: int, context: int | None) -> None:
+    if max_new_tokens < 0:
+        raise ConfigurationError(f"--max-new-tokens must be 0 or more, not {max_new_tokens}")
+    if context is not None and context < 1:
+        raise ConfigurationError(f"--context must be 1 or more, not {context}")
 
 
 def _messages(prompt: str | None, system: str | None, raw: bool) -> str | list[dict[str, str]]:
     """What the engine is given: the bare text with --raw, else a conversation."""
-    text = sys.stdin.read() if prompt is None or prompt == "-" else prompt
+    text = _read_stdin() if prompt is None or prompt == "-" else prompt
     if not raw:
         return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
     if system is not None:
         raise ConfigurationError("--system needs the chat template, which --raw leaves out")
     return text
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"the prompt on stdin is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _sampling(
@@ -305,9 +315,16 @@ def _run(arguments: list[str], debug: bool) -> int:
     except DrawbarError as error:
         return _fail(str(error), error.exit_code, debug)
     except BrokenPipeError:
+        _discard_stdout()
         return 1
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error} (a fault of drawbar; --debug shows where)", 1, debug)
+
+
+def _discard_stdout() -> None:
+    """Nobody reads any more: what is still buffered must not fail again when the interpreter ends."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _usage_message(error: TyperException) -> str:

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from operator import index
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -120,16 +122,17 @@ class SpeculativeDecoder:
         Raises:
             PromptError, ConfigurationError, BudgetError: before anything is computed.
             GenerationError: something failed after tokens were produced; they are in its `output`.
-            DrawbarError: something failed before any was.
+            Exception: what failed before any was.
         """
         with self._call:
             generation = self.open(prompt_token_ids, max_new_tokens, eos_token_ids, sampling)
             try:
                 for _ in generation:
                     pass
-            except DrawbarError as error:
+            except Exception as error:
                 if generation.output.token_ids:
-                    raise GenerationError(str(error), generation.output) from error
+                    message = str(error) if isinstance(error, DrawbarError) else f"{type(error).__name__}: {error}"
+                    raise GenerationError(message, generation.output) from error
                 raise
             return generation.output
 
@@ -156,9 +159,9 @@ class SpeculativeDecoder:
     ) -> Generation:
         """The same as an iterator over rounds that can be asked for its `output` at any time."""
         prompt = self._checked_prompt(prompt_token_ids)
-        if max_new_tokens != int(max_new_tokens) or max_new_tokens < 0:
-            raise ConfigurationError(f"max_new_tokens must be a whole number, 0 or more, not {max_new_tokens}")
-        ends = frozenset((eos_token_ids,) if isinstance(eos_token_ids, int) else eos_token_ids)
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
+            raise ConfigurationError(f"max_new_tokens must be a whole number, 0 or more, not {max_new_tokens!r}")
+        ends = frozenset((eos_token_ids,) if isinstance(eos_token_ids, Integral) else eos_token_ids)
         room = min(max_new_tokens, self.target.max_context - len(prompt))
         rows = len(prompt) + room + (self.config.tree_size if room > 1 else 0)
         sequence = _Sequence(
@@ -174,7 +177,10 @@ class SpeculativeDecoder:
         return Generation(self, sequence)
 
     def _checked_prompt(self, prompt: Sequence[int]) -> list[int]:
-        tokens = [int(token) for token in prompt]
+        try:
+            tokens = [index(token) for token in prompt]
+        except TypeError as error:
+            raise PromptError("the prompt must be a sequence of token ids, whole numbers") from error
         if not tokens:
             raise PromptError("the prompt is empty: it must hold at least one token")
         for token in tokens:
@@ -196,6 +202,11 @@ class SpeculativeDecoder:
             started = time.perf_counter()
             try:
                 return self._advance_locked(batch)
+            except BaseException:
+                # A round that failed half way leaves no row behind, so that it can be tried again.
+                for sequence in batch:
+                    sequence.cache.truncate(min(sequence.cache.context_length, len(sequence.context) - 1))
+                raise
             finally:
                 elapsed = time.perf_counter() - started
                 for sequence, earlier in zip(batch, before, strict=True):
@@ -233,15 +244,14 @@ class SpeculativeDecoder:
             return TokenTree()
         started, passes = time.perf_counter(), self.drafter.passes
         try:
-            return self.drafter.propose(
-                DraftRequest(
-                    context=sequence.context,
-                    config=replace(self.config, tree_depth=min(self.config.tree_depth, room - 1)),
-                    sampler=sequence.sampler,
-                    end_tokens=sequence.end_tokens,
-                    vocab_size=self.target.vocab_size,
-                )
+            request = DraftRequest(
+                context=sequence.context,
+                config=replace(self.config, tree_depth=min(self.config.tree_depth, room - 1)),
+                sampler=sequence.sampler,
+                end_tokens=sequence.end_tokens,
+                vocab_size=self.target.vocab_size,
             )
+            return _within(request, self.drafter.propose(request), type(self.drafter).__name__)
         finally:
             sequence.stats.draft_s += time.perf_counter() - started
             sequence.stats.draft_passes += self.drafter.passes - passes
@@ -303,6 +313,23 @@ class SpeculativeDecoder:
             return 0, 0.0
         counters = self.target.counters()
         return counters.bytes_read, counters.io_wait_s
+
+
+def _within(request: DraftRequest, tree: TokenTree, drafter: str) -> TokenTree:
+    """The tree, if it keeps to the request: one too deep would produce more tokens than were asked for.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    config = request.config
+    if len(tree) > config.tree_size or max(tree.depths, default=0) > config.tree_depth:
+        raise ConfigurationError(
+            f"{drafter} proposed {len(tree)} tokens, {max(tree.depths)} deep, where at most {config.tree_size}, "
+            f"{config.tree_depth} deep, were asked for"
+        )
+    if not all(0 <= token < request.vocab_size for token in tree.tokens):
+        raise ConfigurationError(f"{drafter} proposed a token outside the vocabulary of {request.vocab_size}")
+    return tree
 
 
 class Generation:

@@ -146,10 +146,10 @@ class Engine:
         """Ids of a plain text, of ids as they are, or of a conversation."""
         if isinstance(prompt, str):
             return encode(self.tokenizer, prompt)
-        tokens = [part for part in prompt if isinstance(part, int)]
-        if tokens and len(tokens) == len(prompt):
-            return tokens
-        return encode_chat(self.tokenizer, [part for part in prompt if not isinstance(part, int)])
+        parts: list[Any] = list(prompt)
+        if parts and all(hasattr(part, "__index__") for part in parts):
+            return [int(part) for part in parts]
+        return encode_chat(self.tokenizer, parts)
 
     def open(
         self,

@@ -49,11 +49,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Plain text to ids, with the special tokens that the tokenizer puts around it.
 
     Raises:
-        PromptError: nothing is left to encode.
+        PromptError: there is nothing to encode, or it is no valid text.
     """
-    if not text:
+    tokens = _ids(tokenizer, text)
+    if not text or not tokens:
         raise PromptError("the prompt is empty")
-    return list(tokenizer(text)["input_ids"])
+    return tokens
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
@@ -63,7 +64,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
         ConfigurationError: the model has no chat template, or its template refuses the messages.
         PromptError: no message, or an empty one from the user.
     """
-    if not messages or not messages[-1].get("content", "").strip():
+    if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in messages):
+        raise PromptError("each message must be a mapping whose content is a text")
+    if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty")
     if not tokenizer.chat_template:
         raise ConfigurationError("the model has no chat template: use --raw, or give a plain prompt")
@@ -75,12 +78,18 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
         )
     except TemplateError as error:
         raise ConfigurationError(f"the model's chat template refuses these messages: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _ids(tokenizer, str(text), add_special_tokens=False)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise PromptError("the prompt is not valid text: it holds bytes that are not UTF-8")
+    return list(tokenizer(text, **options)["input_ids"])
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Ids to text, special tokens hidden."""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    """Ids to text, special tokens hidden. Spaces before punctuation stay: tidying them up would change the text."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class TextStream:
@@ -114,6 +123,10 @@ class TextStream:
     def _emit(self, text: str) -> str:
         shown = self._window(self._shown)
         piece = text[len(shown) :]
-        # The last token shown stays in the window: it tells the next one whether a space belongs before it.
-        self._start, self._shown = max(self._start, self._shown - 1, 0), len(self._tokens)
+        self._shown = len(self._tokens)
+        # Text stays in the window, since what comes first loses its space: as many tokens as it takes to see some.
+        start = max(self._shown - 1, self._start)
+        while start > self._start and not decode(self._tokenizer, self._tokens[start : self._shown]):
+            start -= 1
+        self._start = start
         return piece

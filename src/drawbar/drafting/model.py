@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drawbar.config import SpeculationConfig
+from drawbar.config import GREEDY_TEMPERATURE, SpeculationConfig
 from drawbar.drafting.base import DraftRequest
 from drawbar.errors import NumericalError
 from drawbar.models.base import CausalModel, Rows, SequenceCache
@@ -35,7 +35,7 @@ class ModelDrafter:
         self._growth: _Growth | None = None
 
     def propose(self, request: DraftRequest) -> TokenTree:
-        """See `Drafter.propose`. Drafts nothing where the draft's own context ends.
+        """See `Drafter.propose`. Drafts nothing where the draft's own context or its vocabulary ends.
 
         Raises:
             NumericalError: the draft's logits are NaN or infinite.
@@ -43,7 +43,7 @@ class ModelDrafter:
         context, config = request.context, request.config
         room = self.model.max_context - len(context)
         self._growth = None
-        if room < 0:
+        if room < 0 or max(context) >= self.model.vocab_size:
             return TokenTree()
         cache = self._synchronise(context, config)
         growth = _Growth(request, max_depth=min(config.tree_depth, room + 1))
@@ -176,7 +176,7 @@ class _Growth:
         """The likeliest children, as the target is expected to draw them: with the noise it will draw with."""
         sampler, config = self.request.sampler, self.request.config
         if sampler.greedy or config.acceptance == "threshold":
-            temperature = config.draft_temperature or 1.0
+            temperature = max(config.draft_temperature or 1.0, GREEDY_TEMPERATURE)
             scores = checked(logits.float()) / temperature
         else:
             scores = sampler.processed(logits, config.draft_temperature)
