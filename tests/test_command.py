@@ -208,6 +208,8 @@ def test_ctrl_c_keeps_what_was_produced(model: Path, more: tuple[str, ...]) -> N
     out, err = process.communicate(timeout=60)
     if process.returncode == 0:  # a quick machine was done before the signal came
         return
+    if more and not out and process.returncode == -signal.SIGINT:  # a slow machine was still starting Python
+        return
     assert process.returncode == 130, err
     assert time.perf_counter() - sent < 5
     assert b"Traceback" not in err
