@@ -1,4 +1,4 @@
-"""What may go wrong around the loop: drafters that misbehave, rounds that fail, input of the wrong kind, real layers."""
+"""Around the loop: drafters that misbehave, rounds that fail, input of the wrong kind, real layers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,19 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerB
 @pytest.fixture(scope="module")
 def metaspace() -> PreTrainedTokenizerBase:
     """Like Llama 2's: a space is part of the word, the first one is dropped, unknown characters are bytes."""
-    words = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁sky", "n", "'", "t", "."]
+    words = [
+        "<s>",
+        "</s>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁the",
+        "▁sky",
+        "n",
+        "'",
+        "t",
+        ".",
+    ]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -85,7 +97,11 @@ def test_spaces_before_punctuation_stay(byte_level: PreTrainedTokenizerBase) -> 
 
 
 def test_special_tokens_are_hidden(byte_level: PreTrainedTokenizerBase) -> None:
-    tokens = [byte_level.bos_token_id, *byte_level("ab", add_special_tokens=False)["input_ids"], byte_level.eos_token_id]
+    tokens = [
+        byte_level.bos_token_id,
+        *byte_level("ab", add_special_tokens=False)["input_ids"],
+        byte_level.eos_token_id,
+    ]
     assert decode(byte_level, tokens) == "".join(stream(byte_level, tokens, 1)) == "ab"
 
 

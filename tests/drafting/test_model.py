@@ -28,7 +28,9 @@ def test_a_tree_keeps_to_its_limits(sampling: SamplingParams, acceptance: str) -
     tree = ModelDrafter(PathModel()).propose(request(config, sampling))
     assert 0 < len(tree) <= 20 and max(tree.depths) <= 4
     assert all(len(tree.children(node)) <= 3 for node in range(-1, len(tree)))
-    assert all(tree.scores[node] <= tree.scores[tree.parents[node]] for node in range(len(tree)) if tree.parents[node] != ROOT)
+    assert all(
+        tree.scores[node] <= tree.scores[tree.parents[node]] for node in range(len(tree)) if tree.parents[node] != ROOT
+    )
 
 
 def test_a_greedy_tree_holds_the_best_paths() -> None:
