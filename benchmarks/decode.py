@@ -97,7 +97,7 @@ def row(name: str, record: dict[str, Any]) -> list[str]:
     """One program's line in the table."""
     if "error" in record:
         return [name, record["error"]]
-    tokens = f"{len(record['token_ids'])}" + (", per token" if name in FEW_TOKENS else "")
+    tokens = str(len(record["token_ids"]))
     speeds = [f"{record['seconds_per_token']:.3f}", f"{record['tokens_per_pass']:.2f}"]
     peaks = [f"{record[peak] / 2**20:.0f}" if record[peak] else "" for peak in ("peak_rss", "peak_cgroup")]
     same = record.get("tokens_equal")
@@ -107,10 +107,14 @@ def row(name: str, record: dict[str, Any]) -> list[str]:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the comparison."""
-    table = Table("", "tokens", "s/token", "tokens/pass", "RSS MiB", "cgroup MiB", "same tokens", "drawbar faster by")
+    table = Table(
+        "", "tokens", "s/token", "tokens/pass", "RSS MiB", "cgroup MiB", "same tokens", "drawbar is faster by"
+    )
     for name, record in results["runs"].items():
         table.add_row(*row(name, record))
     console.print(table)
+    few = " and ".join(f"{name} {count}" for name, count in FEW_TOKENS.items() if name in results["runs"])
+    console.print(f"seconds per token from few tokens: {few}; same tokens: as far as both went")
     if "transformers-0.4" in results["runs"]:
         console.print("transformers: always 16 drafted tokens; transformers-0.4: its default, fewer where unsure")
     if any(record["cap"] is None for record in results["runs"].values()):
@@ -142,6 +146,7 @@ def main() -> None:
     if unknown := set(arguments.peers) - set(PEERS):
         parser.error(f"unknown peer {', '.join(sorted(unknown))}: choose among {', '.join(PEERS)}")
     console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=120)
     results = compare(arguments, console)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
