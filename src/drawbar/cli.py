@@ -262,9 +262,9 @@ class _Answer:
         if output.token_ids:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        self._figures(output, peak)
+        self._figures(output, peak, broken_off or output.finish_reason)
 
-    def _figures(self, output: Any, peak: int) -> None:
+    def _figures(self, output: Any, peak: int, reason: str) -> None:
         stats = output.stats
         lossy = "" if self.config.lossless else "; LOSSY: threshold acceptance"
         self.console.line(
@@ -274,7 +274,7 @@ class _Answer:
         )
         self.console.line(
             f"draft {self.engine.draft}; drafting {stats.draft_s:.1f} s, waiting for the disk {stats.io_wait_s:.1f} s; "
-            f"peak memory {format_bytes(peak)}; finished by {output.finish_reason}; seed {output.seed}"
+            f"peak memory {format_bytes(peak)}; finished by {reason}; seed {output.seed}"
         )
 
 
