@@ -73,18 +73,23 @@ def test_pieces_of_any_tokens_join_to_their_text(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    tokens=st.lists(st.sampled_from([0, 1, 259, 260, 261, 262, 263, 264, 265, 3 + 0xC3, 3 + 0xA9]), max_size=16),
+    parts=st.lists(st.sampled_from([[0], [1], [259], [260], [261], [262], [264], [3 + 0xC3, 3 + 0xA9]]), max_size=16),
     step=st.integers(1, 3),
 )
 def test_pieces_join_where_the_first_word_loses_its_space(
-    metaspace: PreTrainedTokenizerBase, tokens: list[int], step: int
+    metaspace: PreTrainedTokenizerBase, parts: list[list[int]], step: int
 ) -> None:
+    tokens = [token for part in parts for token in part]
     assert "".join(stream(metaspace, tokens, step)) == decode(metaspace, tokens)
 
 
 def test_a_special_token_within_the_text_takes_no_space_with_it(metaspace: PreTrainedTokenizerBase) -> None:
     the, end, sky = 260, 1, 261
-    assert "".join(stream(metaspace, [the, end, sky], 1)) == "the sky"
+    assert "".join(stream(metaspace, [the, end, end, sky], 1)) == "the sky"
+
+
+def test_characters_of_several_byte_tokens_follow_each_other(metaspace: PreTrainedTokenizerBase) -> None:
+    assert stream(metaspace, [3 + byte for byte in "éé".encode()], 1) == ["", "é", "", "é", ""]
 
 
 def test_spaces_before_punctuation_stay(byte_level: PreTrainedTokenizerBase) -> None:

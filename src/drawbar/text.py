@@ -96,7 +96,8 @@ class TextStream:
     """Text of a growing sequence, piece by piece. All pieces together are the text of all tokens.
 
     What a token adds can depend on the token before it, so each piece is the difference between two decodings that
-    start at the same, earlier token.
+    start at the same, earlier token. (Byte-fallback tokenizers take back a whole run of bytes if one of them is
+    malformed; characters that were shown by then stay shown.)
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -117,16 +118,17 @@ class TextStream:
         """What is left, also if the last character never became whole."""
         return self._emit(self._window(len(self._tokens)))
 
-    def _window(self, end: int) -> str:
-        return decode(self._tokenizer, self._tokens[self._start : end])
+    def _window(self, end: int, start: int | None = None) -> str:
+        return decode(self._tokenizer, self._tokens[self._start if start is None else start : end])
 
     def _emit(self, text: str) -> str:
         shown = self._window(self._shown)
         piece = text[len(shown) :]
         self._shown = len(self._tokens)
-        # Text stays in the window, since what comes first loses its space: as many tokens as it takes to see some.
+        # Some of what was shown stays in the window, from where it reads as it did: what comes first loses its space,
+        # and a run of bytes that begins within a character is malformed.
         start = max(self._shown - 1, self._start)
-        while start > self._start and not decode(self._tokenizer, self._tokens[start : self._shown]):
+        while start > self._start and self._window(self._shown, start)[:1] in ("", _REPLACEMENT):
             start -= 1
         self._start = start
         return piece
